@@ -1,0 +1,83 @@
+# make setup   everything that is missing: Python environment, native libraries
+# make serve   setup, then the server on 127.0.0.1:8080 (ARGS="--port 9000 …" passes flags)
+# make test    setup, then all tests
+# make check   linters, formatters and the type checker
+# make native-sanitize   C++ tests under ASan + UBSan, and under TSan
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+CUDA   ?=
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+
+NATIVE_FLAGS := $(if $(CUDA),--define S2MOE_CUDA=ON)
+PIP_INSTALL  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_FAILED   := { echo "setup: error: pip failed (its reason is above); check the network and run the same command again" >&2; exit 1; }
+
+.PHONY: setup setup-dev native serve test check format native-sanitize clean
+.SILENT:
+
+setup: $(STAMPS)/package native
+
+setup-dev: $(STAMPS)/dev native
+
+serve: setup
+	exec $(BIN)/s2moe serve $(ARGS)
+
+test: setup-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+native: $(STAMPS)/venv
+	$(BIN)/python native/build.py $(NATIVE_FLAGS)
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "setup: error: $(PYTHON) is older than 3.11; pass another with make PYTHON=…" >&2; exit 1; }
+	echo "setup: creating the Python environment $(VENV)" >&2
+	if ! $(PYTHON) -c 'import ensurepip' 2>/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "setup: installing Debian's python3-venv" >&2; \
+	  apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; fi
+	$(PYTHON) -m venv $(VENV) || { \
+	  echo "setup: error: cannot create $(VENV); on Debian: apt-get install python3-venv" >&2; exit 1; }
+	mkdir -p $(STAMPS) && touch $@
+
+# The bindings are installed without their own llama.cpp: they load the one that we build.
+$(STAMPS)/bindings: native/llama_cpp.lock | $(STAMPS)/venv
+	archive=$$($(BIN)/python native/prepare.py --archive) || exit 1; \
+	echo "setup: installing llama-cpp-python's bindings" >&2; \
+	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP_INSTALL) "$$archive" || $(PIP_FAILED)
+	touch $@
+
+$(STAMPS)/package: pyproject.toml $(STAMPS)/bindings
+	echo "setup: installing s2moe and its Python packages" >&2
+	$(PIP_INSTALL) --editable . --config-settings=wheel.cmake=false || $(PIP_FAILED)
+	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/package
+	echo "setup: installing what the tests need" >&2
+	$(PIP_INSTALL) --editable '.[dev]' --config-settings=wheel.cmake=false || $(PIP_FAILED)
+	touch $@
+
+CPP_FILES = $(wildcard native/include/*.h native/llama/*.h native/llama/*.cpp native/src/*.h native/src/*.cpp native/tests/*.h native/tests/*.cpp)
+
+# mypy finds the packages under their import names through a folder of links
+check: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p build/typing/s2moe && for package in server engine bench; do \
+	  ln -sfn ../../../$$package build/typing/s2moe/$$package; done
+	MYPYPATH=build/typing $(BIN)/mypy -p s2moe.server -p s2moe.engine -p s2moe.bench
+	$(BIN)/mypy native/prepare.py native/build.py
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+native-sanitize: setup-dev
+	$(BIN)/python native/sanitize.py
+
+clean:
+	rm -rf build

@@ -1,0 +1,128 @@
+"""Configures and builds the native libraries with CMake, showing progress.
+
+    python3 native/build.py [--variant s2moe|stock|stock-default-flags] [--define NAME=VALUE …]
+
+Variants, each in its own folder below build/native:
+
+    s2moe                 the patched libllama, llama.cpp's common and libs2moe: what the engine loads
+    stock                 unpatched libllama with the same flags: what our bits are compared with
+    stock-default-flags   unpatched libllama as released: what our speed is compared with
+
+Standard library only. A second run without changes takes about a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from prepare import NATIVE_DIR, PrepareError, say
+
+BUILD_ROOT = NATIVE_DIR.parent / "build" / "native"
+VARIANT_DEFINES = {
+    "s2moe": {},
+    "stock": {"S2MOE_PATCHED": "OFF"},
+    "stock-default-flags": {"S2MOE_PATCHED": "OFF", "S2MOE_LLAMAFILE": "ON"},
+}
+MEMORY_PER_JOB_BYTES = 2 << 30
+PROGRESS = re.compile(r"^\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
+
+
+def job_count() -> int:
+    """One compiler per usable core, fewer when memory is short (large templates take up to 2 GiB each)."""
+    meminfo = Path("/proc/meminfo")
+    cores = len(os.sched_getaffinity(0))
+    if not meminfo.exists():
+        return cores
+    available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    return cores if available is None else max(1, min(cores, int(available[1]) * 1024 // MEMORY_PER_JOB_BYTES))
+
+
+def require_tools() -> None:
+    missing = [tool for tool in ("cmake", "git") if shutil.which(tool) is None]
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        missing.append("g++")
+    if missing:
+        raise PrepareError(f"missing {', '.join(missing)}; on Debian: apt-get install {' '.join(missing)}")
+
+
+def run_logged(command: list[str], log: Path, *, show_progress: bool) -> None:
+    """Runs a command, its output in `log`; on failure the first error lines go to the terminal."""
+    shown = -1
+    last_time = 0.0
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            if line.startswith("native: "):
+                say(line.removeprefix("native: ").rstrip())
+            match = PROGRESS.match(line) if show_progress else None
+            if match is None:
+                continue
+            percent = int(match[3]) if match[3] else 100 * int(match[1]) // int(match[2])
+            if percent >= shown + 10 or (percent > shown and time.monotonic() > last_time + 10):
+                shown, last_time = percent, time.monotonic()
+                say(f"compiling {percent} %")
+        returncode = process.wait()
+    if returncode != 0:
+        lines = log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.search(r"\berror\b|CMake Error|undefined reference", line, re.I)]
+        for line in (errors or lines)[:8]:
+            print(f"    {line}", file=sys.stderr)
+        raise PrepareError(f"`{' '.join(command[:2])} …` failed; the whole output is in {log}")
+
+
+def build(variant: str, defines: dict[str, str], folder: Path) -> Path:
+    """Returns the folder of the libraries."""
+    require_tools()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {**VARIANT_DEFINES[variant], **defines}
+    # PYTHONHOME and virtual environments do not matter: prepare.py needs the standard library and pip only
+    configure = ["cmake", "-S", str(NATIVE_DIR), "-B", str(folder), f"-DPython3_EXECUTABLE={sys.executable}"]
+    configure += [f"-D{name}={value}" for name, value in settings.items()]
+    if shutil.which("ninja") and not (folder / "CMakeCache.txt").exists():
+        configure += ["-G", "Ninja"]
+    started = time.monotonic()
+    run_logged(configure, folder / "configure.log", show_progress=False)
+    jobs = job_count()
+    if not any((folder / "bin").glob("libllama.so*")):
+        say(f"compiling llama.cpp ({variant}) with {jobs} jobs: minutes, once")
+    run_logged(
+        ["cmake", "--build", str(folder), "--parallel", str(jobs)], folder / "build.log", show_progress=True
+    )
+    say(f"{variant} libraries are up to date in {folder / 'bin'} ({time.monotonic() - started:.0f} s)")
+    return folder / "bin"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=list(VARIANT_DEFINES), default="s2moe")
+    parser.add_argument("--folder", type=Path, help="build folder (default: build/native/VARIANT)")
+    parser.add_argument(
+        "--define", action="append", default=[], metavar="NAME=VALUE", help="CMake setting, e.g. S2MOE_CUDA=ON"
+    )
+    arguments = parser.parse_args()
+    folder = (arguments.folder or BUILD_ROOT / arguments.variant).resolve()
+    try:
+        build(arguments.variant, dict(d.split("=", 1) for d in arguments.define), folder)
+    except ValueError:
+        say(f"error: --define takes NAME=VALUE, not {arguments.define}")
+        return 2
+    except (PrepareError, OSError) as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; run the same command again to go on")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+// State that the patch embeds in llama.cpp's own structs, one struct per host:
+//
+//   llama_moe_params    in llama_cparams      what the next graph must do; part of the graph-reuse key
+//   llama_moe_recorder  in llm_graph_result   the tensors of one graph that hold recorded ids
+//   llama_moe_readback  in llama_context      ids of the last decode, on the host
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+struct llama_hparams;
+struct llama_ubatch;
+
+struct llama_moe_params {
+    int32_t n_expert_used = 0; // 0: the model's own
+    bool record = false;
+
+    bool operator==(const llama_moe_params & other) const {
+        return n_expert_used == other.n_expert_used && record == other.record;
+    }
+
+    int64_t resolve(int64_t n_expert_used_model) const {
+        return n_expert_used > 0 ? std::min<int64_t>(n_expert_used, n_expert_used_model) : n_expert_used_model;
+    }
+};
+
+struct llama_moe_recorder {
+    // I32 [k, n_tokens, n_layer]; slice j belongs to layer layers[j], its first n_rows[j] rows are written
+    ggml_tensor * ids = nullptr;
+    std::vector<int32_t> layers;
+    std::vector<int32_t> n_rows;
+
+    // Appends to gf a copy of the first k columns of `sorted` (I32 [>= k, n_rows], best expert first). The ids
+    // gather on the backend `host`.
+    void add(ggml_context * ctx,
+             ggml_cgraph * gf,
+             ggml_backend_sched_t sched,
+             ggml_backend_t host,
+             const llama_hparams & hparams,
+             ggml_tensor * sorted,
+             int64_t k,
+             int64_t n_tokens,
+             int il);
+};
+
+class llama_moe_readback {
+  public:
+    // Forgets the decode before and prepares for n_tokens; called once per decode, before its first ubatch.
+    void begin(bool record, int32_t n_layer, int32_t k, int32_t n_tokens);
+
+    // Starts the copy of one ubatch's ids to the host.
+    void append(const llama_moe_recorder & recorder, const llama_ubatch & ubatch, ggml_backend_sched_t sched);
+
+    // [n_layer][n_tokens][k], -1 where a layer did not route a token; the copies must have finished.
+    const int32_t * get();
+
+    int32_t n_layer = 0;
+    int32_t n_tokens = 0;
+    int32_t k = 0;
+
+  private:
+    struct chunk {
+        size_t offset; // of the ubatch's block in `raw`
+        int32_t n_tokens;
+        std::vector<int32_t> layers;
+        std::vector<int32_t> n_rows;
+        std::vector<int32_t> tokens;  // [n_tokens] index of each token in the batch
+        std::vector<int32_t> outputs; // the same, of the tokens with output only
+    };
+
+    bool recording = false;
+    size_t n_used = 0;
+    std::vector<int32_t> raw; // sized once per decode: asynchronous copies point into it
+    std::vector<int32_t> ids;
+    std::vector<chunk> chunks;
+};

@@ -1,0 +1,67 @@
+// What the C++ tests share: CHECK, and a small model opened with llama.h.
+
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llama.h"
+#include "s2moe.h"
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            std::fprintf(                                                                                              \
+                stderr, "%s:%d: %s is false; last error: %s\n", __FILE__, __LINE__, #condition, s2moe_last_error());   \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
+    } while (false)
+
+struct test_model {
+    std::unique_ptr<llama_model, void (*)(llama_model *)> model{nullptr, llama_model_free};
+    std::unique_ptr<llama_context, void (*)(llama_context *)> ctx{nullptr, llama_free};
+
+    explicit test_model(uint32_t n_ctx = 256, uint32_t n_batch = 64) {
+        const char * path = std::getenv("S2MOE_TEST_MODEL");
+        if (path == nullptr) {
+            std::fprintf(stderr, "set S2MOE_TEST_MODEL to a small MoE GGUF\n");
+            std::exit(1);
+        }
+        llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
+        llama_backend_init();
+        model.reset(llama_model_load_from_file(path, llama_model_default_params()));
+        CHECK(model != nullptr);
+        llama_context_params params = llama_context_default_params();
+        params.n_ctx = n_ctx;
+        params.n_batch = params.n_ubatch = n_batch;
+        params.n_threads = params.n_threads_batch = 2;
+        ctx.reset(llama_init_from_model(model.get(), params));
+        CHECK(ctx != nullptr);
+    }
+
+    int32_t n_vocab() const {
+        return llama_vocab_n_tokens(llama_model_get_vocab(model.get()));
+    }
+
+    // n tokens that differ
+    std::vector<int32_t> tokens(int32_t n) const {
+        std::vector<int32_t> ids;
+        for (int32_t i = 0; i < n; ++i) {
+            ids.push_back((7 + 13 * i) % n_vocab());
+        }
+        return ids;
+    }
+
+    std::vector<float> logits(int32_t index = -1) const {
+        const float * row = llama_get_logits_ith(ctx.get(), index);
+        CHECK(row != nullptr);
+        return {row, row + n_vocab()};
+    }
+
+    void clear() const {
+        llama_memory_clear(llama_get_memory(ctx.get()), true);
+    }
+};

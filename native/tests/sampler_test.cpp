@@ -1,0 +1,96 @@
+// s2moe_sampler: parameters checked by name, greedy, seeded, biased, constrained.
+
+#include <algorithm>
+#include <cstring>
+
+#include "check.h"
+
+namespace {
+
+int32_t status_of(const test_model & m, const char * params) {
+    int32_t status = 1;
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params, &status);
+    CHECK((sampler != nullptr) == (status == S2MOE_OK));
+    s2moe_sampler_free(sampler);
+    return status;
+}
+
+int32_t draw(const test_model & m, const std::string & params) {
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), nullptr);
+    CHECK(sampler != nullptr);
+    int32_t token = -1;
+    CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_OK);
+    s2moe_sampler_free(sampler);
+    return token;
+}
+
+void test_parameters_are_checked(const test_model & m) {
+    CHECK(status_of(m, "{}") == S2MOE_OK);
+    CHECK(status_of(m, "[]") == S2MOE_ERROR_INVALID);
+    CHECK(status_of(m, "{") == S2MOE_ERROR_INVALID);
+    CHECK(status_of(m, R"({"temperature": null, "top_k": 0})") == S2MOE_OK);
+    for (const char * key : {"temperature", "top_p", "top_k", "min_p", "seed", "repeat_penalty", "repeat_last_n"}) {
+        for (const char * value : {"-1", "\"1\"", "1e400", "1e30"}) {
+            const std::string params = std::string("{\"") + key + "\": " + value + "}";
+            CHECK(status_of(m, params.c_str()) == S2MOE_ERROR_INVALID);
+        }
+        const std::string negative = std::string("{\"") + key + "\": -1}";
+        CHECK(status_of(m, negative.c_str()) == S2MOE_ERROR_INVALID);
+        CHECK(std::strncmp(s2moe_last_error(), key, std::strlen(key)) == 0);
+    }
+    CHECK(status_of(m, R"({"logit_bias": [[-1, 1]]})") == S2MOE_ERROR_INVALID);
+    CHECK(status_of(m, R"({"logit_bias": [[1]]})") == S2MOE_ERROR_INVALID);
+    CHECK(status_of(m, R"({"grammar": "root ::= ("})") == S2MOE_ERROR_GRAMMAR);
+    CHECK(status_of(m, R"({"grammar": "start ::= \"a\""})") == S2MOE_ERROR_GRAMMAR);
+}
+
+void test_choices(const test_model & m) {
+    const auto tokens = m.tokens(4);
+    CHECK(s2moe_decode(m.ctx.get(), tokens.data(), 4, 0, false) == S2MOE_OK);
+    const auto logits = m.logits();
+    const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    CHECK(draw(m, R"({"temperature": 0})") == best);
+    CHECK(draw(m, R"({"temperature": 5, "top_k": 1})") == best);
+    const std::string ban = R"({"temperature": 0, "logit_bias": [[)" + std::to_string(best) + ", -1000]]}";
+    CHECK(draw(m, ban) != best);
+
+    const std::string hot = R"({"temperature": 50, "top_k": 0, "top_p": 1, "min_p": 0, "seed": )";
+    std::vector<int32_t> first;
+    std::vector<int32_t> second;
+    for (int seed = 0; seed < 20; ++seed) {
+        first.push_back(draw(m, hot + std::to_string(seed) + "}"));
+        second.push_back(draw(m, hot + std::to_string(seed) + "}"));
+    }
+    CHECK(first == second);
+    CHECK(*std::min_element(first.begin(), first.end()) != *std::max_element(first.begin(), first.end()));
+
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967294})", nullptr);
+    CHECK(s2moe_sampler_seed(sampler) == 4294967294u);
+    int32_t token = 0;
+    CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), 0, &token) == S2MOE_ERROR_INVALID);
+    const int32_t outside = m.n_vocab();
+    CHECK(s2moe_sampler_accept_prompt(sampler, &outside, 1) == S2MOE_ERROR_INVALID);
+    s2moe_sampler_free(sampler);
+}
+
+void test_repeat_penalty_sees_the_prompt(const test_model & m) {
+    const auto logits = m.logits();
+    const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    s2moe_sampler * sampler =
+        s2moe_sampler_create(m.model.get(), R"({"temperature": 0, "presence_penalty": 1000})", nullptr);
+    CHECK(s2moe_sampler_accept_prompt(sampler, &best, 1) == S2MOE_OK);
+    int32_t token = -1;
+    CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_OK);
+    CHECK(token != best);
+    s2moe_sampler_free(sampler);
+}
+
+} // namespace
+
+int main() {
+    const test_model m;
+    test_parameters_are_checked(m);
+    test_choices(m);
+    test_repeat_penalty_sees_the_prompt(m);
+    return 0;
+}
