@@ -1,0 +1,1 @@
+"""The engine: one process, one model, one running request. See docs/architecture.md."""

@@ -1,0 +1,224 @@
+"""One request, from messages to the last token."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from s2moe.engine.errors import RequestAbortedError, RequestError
+from s2moe.engine.messages import (
+    Finished,
+    Generate,
+    GenerationEvent,
+    PrefillProgress,
+    Sampling,
+    Started,
+    Step,
+    Timings,
+)
+from s2moe.engine.model import Model
+from s2moe.engine.native import NativeAnswerParser, NativeError, Sampler, Status
+from s2moe.engine.stream.answer import AnswerStream, ContentOnly, Delta
+
+CONTENT_ONLY = "content-only"
+
+
+class Generation:
+    """A request being answered; `run()` yields its events and keeps the counters current."""
+
+    def __init__(self, model: Model, request: Generate) -> None:
+        self._model = model
+        self._request = request
+        self.phase = "prefill"
+        self.n_prompt_tokens = 0
+        self.n_cached_tokens = 0
+        self.n_evaluated_prompt_tokens = 0
+        self.n_completion_tokens = 0
+        self.n_reasoning_tokens = 0
+        self.n_decode_steps = 0
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self._n_unsent_tokens = 0
+
+    def run(self) -> Iterator[GenerationEvent]:
+        """Yields Started, PrefillProgress, Step and, last, Finished.
+
+        Raises RequestError when the request cannot be answered. The KV cache is consistent at every yield and
+        after every exception.
+        """
+        chat = self._apply_template()
+        prompt = self._tokenize_prompt(chat)
+        sampler = self._create_sampler()
+        parser = self._create_parser(chat)
+        try:
+            stream = AnswerStream([*self._request.stop, *chat["stops"]], parser)
+            yield from self._prefill(prompt)
+            sampler.accept_prompt(prompt)
+            yield from self._decode(sampler, stream, self._visible_specials(chat))
+        except RequestAbortedError:
+            yield self._finished("cancelled", None)
+        finally:
+            sampler.close()
+            if isinstance(parser, NativeAnswerParser):
+                parser.close()
+
+    # preparation
+
+    def _apply_template(self) -> dict[str, Any]:
+        request = b'{"messages":%b}' % self._request.messages_json
+        try:
+            self._chat_json = self._model.chat_template.apply(request)
+        except NativeError as error:
+            code = "template_error" if error.status == Status.TEMPLATE else "invalid_value"
+            raise RequestError(
+                code, f"the chat template refuses the messages: {error.message}", param="messages"
+            ) from error
+        chat: dict[str, Any] = json.loads(self._chat_json)
+        return chat
+
+    def _tokenize_prompt(self, chat: dict[str, Any]) -> list[int]:
+        prompt = self._model.tokenize(chat["prompt"])
+        self.n_prompt_tokens = len(prompt)
+        n_ctx = self._model.n_ctx
+        if not prompt:
+            raise RequestError("invalid_value", "the prompt has no tokens", param="messages")
+        if len(prompt) >= n_ctx:
+            raise RequestError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {n_ctx} tokens, but the messages have {len(prompt)} "
+                "tokens and leave no room for an answer. Shorten them or serve with a larger --ctx-size.",
+                param="messages",
+                n_prompt_tokens=len(prompt),
+                n_ctx=n_ctx,
+            )
+        return prompt
+
+    def _create_sampler(self) -> Sampler:
+        try:
+            return Sampler(self._model.library, self._model.handle, sampling_params(self._request.sampling))
+        except NativeError as error:
+            if error.status == Status.GRAMMAR:
+                raise RequestError(
+                    "invalid_grammar", f"grammar does not parse: {error.message}", param="grammar"
+                ) from error
+            raise RequestError("invalid_value", error.message, param=error.message.split(" ")[0]) from error
+
+    def _create_parser(self, chat: dict[str, Any]) -> NativeAnswerParser | ContentOnly:
+        if chat["format"] == CONTENT_ONLY:
+            return ContentOnly()
+        return NativeAnswerParser(self._model.library, self._chat_json)
+
+    def _visible_specials(self, chat: dict[str, Any]) -> frozenset[int]:
+        """Control tokens whose text the parser needs to see."""
+        ids = (self._model.tokenize(text) for text in chat["preserved_tokens"])
+        return frozenset(tokens[-1] for tokens in ids if tokens)
+
+    # the two phases
+
+    def _prefill(self, prompt: list[int]) -> Iterator[GenerationEvent]:
+        model = self._model
+        self.n_cached_tokens = model.reuse_prefix(prompt)
+        yield Started(
+            request_id=self._request.request_id,
+            n_prompt_tokens=len(prompt),
+            n_cached_tokens=self.n_cached_tokens,
+        )
+        started = time.monotonic()
+        try:
+            for begin in range(self.n_cached_tokens, len(prompt), model.n_batch):
+                chunk = prompt[begin : begin + model.n_batch]
+                model.decode(chunk)
+                self.n_evaluated_prompt_tokens += len(chunk)
+                self.prefill_seconds = time.monotonic() - started
+                yield PrefillProgress(
+                    request_id=self._request.request_id, n_done_tokens=begin + len(chunk)
+                )
+        finally:
+            self.prefill_seconds = time.monotonic() - started
+
+    def _decode(
+        self, sampler: Sampler, stream: AnswerStream, visible_specials: frozenset[int]
+    ) -> Iterator[GenerationEvent]:
+        model = self._model
+        self.phase = "decode"
+        n_max = model.n_ctx - self.n_prompt_tokens
+        if self._request.max_tokens is not None:
+            n_max = min(n_max, self._request.max_tokens)
+        started = time.monotonic()
+        try:
+            while True:
+                token = self._sample(sampler)
+                sampled_ns = time.monotonic_ns()
+                self.n_completion_tokens += 1
+                self._n_unsent_tokens += 1
+                if model.is_end(token):
+                    reason = "stop"
+                    break
+                delta = stream.feed(model.piece(token, special=token in visible_specials))
+                if delta:
+                    yield self._step(delta, sampled_ns)
+                if stream.stop_string is not None:
+                    reason = "stop"
+                    break
+                if self.n_completion_tokens >= n_max:
+                    reason = "length"
+                    break
+                model.decode([token])
+                self.n_decode_steps += 1
+                self.decode_seconds = time.monotonic() - started
+        finally:
+            self.decode_seconds = time.monotonic() - started
+        delta = stream.finish()
+        if delta or self._n_unsent_tokens:
+            yield self._step(delta, sampled_ns)
+        yield self._finished(reason, stream.stop_string)
+
+    def _sample(self, sampler: Sampler) -> int:
+        try:
+            return sampler.sample(self._model.context)
+        except NativeError as error:
+            raise RequestError("internal", f"sampling failed: {error.message}") from error
+
+    # events
+
+    def _step(self, delta: Delta, sampled_ns: int) -> Step:
+        n_tokens, self._n_unsent_tokens = self._n_unsent_tokens, 0
+        if delta.reasoning and not delta.content:
+            self.n_reasoning_tokens += n_tokens
+        return Step(
+            request_id=self._request.request_id,
+            content=delta.content,
+            reasoning=delta.reasoning,
+            n_tokens=n_tokens,
+            sampled_ns=sampled_ns,
+        )
+
+    def _finished(self, reason: str, stop_string: str | None) -> Finished:
+        return Finished(
+            request_id=self._request.request_id,
+            reason=reason,
+            n_prompt_tokens=self.n_prompt_tokens,
+            n_cached_tokens=self.n_cached_tokens,
+            n_completion_tokens=self.n_completion_tokens,
+            n_reasoning_tokens=self.n_reasoning_tokens,
+            timings=Timings(
+                prefill_seconds=self.prefill_seconds,
+                decode_seconds=self.decode_seconds,
+                n_decode_steps=self.n_decode_steps,
+            ),
+            stop_string=stop_string,
+        )
+
+
+def sampling_params(sampling: Sampling) -> dict[str, Any]:
+    """The JSON object of s2moe_sampler_create(): what the request leaves open is left out."""
+    params: dict[str, Any] = {
+        name: value
+        for name in sampling.__struct_fields__
+        if name != "logit_bias" and (value := getattr(sampling, name)) is not None
+    }
+    if sampling.logit_bias:
+        params["logit_bias"] = [[token, bias] for token, bias in sampling.logit_bias.items()]
+    return params

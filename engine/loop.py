@@ -1,0 +1,261 @@
+"""The engine's life: handshake, load, then one request after the other until the front end leaves.
+
+Two threads. The main thread loads the model and runs requests. The reader thread receives messages, answers
+pings and throws the abort switch, so both work while the main thread is inside a long native call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import resource
+import socket
+import threading
+import time
+
+from s2moe.engine import messages as wire
+from s2moe.engine.errors import EngineStartError, RequestError
+from s2moe.engine.generation import Generation
+from s2moe.engine.model import Model
+from s2moe.engine.native import LibraryNotFoundError, NativeError
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_SECONDS = 1.0
+RECEIVE_BYTES = 1 << 16
+CAPABILITIES = ["chat", "grammar", "prefix-reuse", "reasoning"]
+
+
+class Channel:
+    """The engine's end of the socket. `send` may be called from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._reader = wire.FrameReader(from_engine=False)
+        self._send_lock = threading.Lock()
+
+    def send(self, message: wire.FromEngine) -> None:
+        frame = wire.encode_frame(message)
+        with self._send_lock:
+            self._socket.sendall(frame)
+
+    def receive(self) -> list[wire.ToEngine | wire.FromEngine] | None:
+        """Waits for bytes; returns the messages they complete, None at EOF."""
+        data = self._socket.recv(RECEIVE_BYTES)
+        return self._reader.feed(data) if data else None
+
+
+class Engine:
+    """One engine process on one channel."""
+
+    def __init__(self, channel: Channel, llama_build: str, version: str) -> None:
+        self._channel = channel
+        self._llama_build = llama_build
+        self._version = version
+        self._inbox: queue.SimpleQueue[wire.Configure | wire.Generate | wire.Shutdown] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._model: Model | None = None
+        self._running: Generation | None = None
+        self._running_id: str | None = None
+        self._queued_ids: set[str] = set()
+        self._aborted_ids: set[str] = set()
+        # written by the main thread only
+        self._last_step = time.monotonic()
+        self._sent = wire.EngineStats()
+        self._stats_due = 0.0
+
+    # the reader thread
+
+    def _read(self) -> None:
+        try:
+            while (received := self._channel.receive()) is not None:
+                for message in received:
+                    self._dispatch(message)
+            logger.info("front end closed the connection")
+        except (OSError, wire.ProtocolError) as error:
+            logger.error("connection to the front end failed: %s", error)
+        # nothing here is worth saving, and a native call may still run for long
+        os._exit(0)
+
+    def _dispatch(self, message: wire.ToEngine | wire.FromEngine) -> None:
+        match message:
+            case wire.Ping():
+                self._channel.send(self._pong(message.nonce))
+            case wire.Abort():
+                self._abort(message.request_id)
+            case wire.Generate():
+                with self._lock:
+                    self._queued_ids.add(message.request_id)
+                self._inbox.put(message)
+            case wire.Configure() | wire.Shutdown():
+                self._inbox.put(message)
+                if isinstance(message, wire.Shutdown):
+                    self._abort(self._running_id)
+            case _:
+                raise wire.ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _pong(self, nonce: int) -> wire.Pong:
+        with self._lock:
+            if self._model is None:
+                state = "loading"
+            elif self._running is None:
+                state = "idle"
+            else:
+                state = self._running.phase
+            return wire.Pong(
+                nonce=nonce,
+                state=state,
+                request_id=self._running_id,
+                step_age_seconds=0.0 if state == "idle" else time.monotonic() - self._last_step,
+            )
+
+    def _abort(self, request_id: str | None) -> None:
+        with self._lock:
+            if request_id is None:
+                return
+            if request_id == self._running_id and self._model is not None:
+                self._model.abort.request()
+            elif request_id in self._queued_ids:
+                self._aborted_ids.add(request_id)
+
+    # the main thread
+
+    def run(self) -> int:
+        """Returns the process's exit code."""
+        self._channel.send(
+            wire.Hello(
+                protocol_version=wire.PROTOCOL_VERSION,
+                pid=os.getpid(),
+                engine_version=self._version,
+                llama_build=self._llama_build,
+                capabilities=CAPABILITIES,
+            )
+        )
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        configure = self._inbox.get()
+        if not isinstance(configure, wire.Configure):
+            return 0 if isinstance(configure, wire.Shutdown) else 1
+        model = self._load(configure)
+        if model is None:
+            return 1
+        while isinstance(message := self._inbox.get(), wire.Generate):
+            self._generate(model, message)
+        model.close()
+        return 0
+
+    def _load(self, configure: wire.Configure) -> Model | None:
+        started = time.monotonic()
+        last_sent = ("", -1.0)
+
+        def report(phase: str, fraction: float) -> None:
+            nonlocal last_sent
+            self._last_step = time.monotonic()
+            if phase != last_sent[0] or fraction >= last_sent[1] + 0.01 or fraction >= 1.0:
+                last_sent = (phase, fraction)
+                self._channel.send(wire.LoadProgress(phase=phase, fraction=fraction))
+
+        try:
+            model = Model(configure, report)
+        except (EngineStartError, LibraryNotFoundError, NativeError) as error:
+            code = error.code if isinstance(error, EngineStartError) else "library_invalid"
+            self._channel.send(wire.Fatal(code=code, message=str(error)))
+            return None
+        except MemoryError:
+            self._channel.send(
+                wire.Fatal(code="insufficient_memory", message="not enough memory to load the model")
+            )
+            return None
+        with self._lock:
+            self._model = model
+        self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started))
+        return model
+
+    def _generate(self, model: Model, request: wire.Generate) -> None:
+        generation = Generation(model, request)
+        with self._lock:
+            self._queued_ids.discard(request.request_id)
+            self._running, self._running_id = generation, request.request_id
+            self._last_step = time.monotonic()
+            model.abort.clear()
+            if request.request_id in self._aborted_ids:
+                model.abort.request()
+        self._sent = wire.EngineStats()
+        self._stats_due = time.monotonic() + STATS_INTERVAL_SECONDS
+        graph_reuses = model.library.n_graph_reuses(model.context)
+        try:
+            last = self._run_generation(model, generation, request, graph_reuses)
+        finally:
+            with self._lock:
+                self._running = self._running_id = None
+                self._aborted_ids.discard(request.request_id)
+                model.abort.clear()
+        self._send_stats(model, generation, graph_reuses)
+        self._channel.send(last)
+
+    def _run_generation(
+        self, model: Model, generation: Generation, request: wire.Generate, graph_reuses: int
+    ) -> wire.Finished | wire.Failed:
+        """Sends all events but the last, which it returns."""
+        try:
+            for event in generation.run():
+                now = self._last_step = time.monotonic()
+                if isinstance(event, wire.Finished | wire.Failed):
+                    return event
+                self._channel.send(event)
+                if now >= self._stats_due:
+                    self._stats_due = now + STATS_INTERVAL_SECONDS
+                    self._send_stats(model, generation, graph_reuses)
+        except RequestError as error:
+            return wire.Failed(
+                request_id=request.request_id,
+                code=error.code,
+                message=error.message,
+                param=error.param,
+                n_prompt_tokens=error.n_prompt_tokens,
+                n_ctx=error.n_ctx,
+            )
+        except MemoryError:
+            return wire.Failed(
+                request_id=request.request_id, code="insufficient_memory", message="out of memory"
+            )
+        except Exception:
+            logger.exception("request %s failed", request.request_id)
+            model.forget()
+            return wire.Failed(
+                request_id=request.request_id, code="internal", message="internal error in the engine"
+            )
+        raise AssertionError("a generation ends with Finished or an exception")
+
+    def _send_stats(self, model: Model, generation: Generation, graph_reuses_before: int) -> None:
+        total = wire.EngineStats(
+            prompt_tokens_computed=generation.n_evaluated_prompt_tokens,
+            prompt_tokens_cached=generation.n_cached_tokens,
+            generated_tokens=generation.n_completion_tokens,
+            decode_steps=generation.n_decode_steps,
+            decode_step_seconds=generation.decode_seconds,
+            prefill_seconds=generation.prefill_seconds,
+            graph_reuses=model.library.n_graph_reuses(model.context) - graph_reuses_before,
+        )
+        sent, self._sent = self._sent, total
+        self._channel.send(
+            wire.EngineStats(
+                prompt_tokens_computed=total.prompt_tokens_computed - sent.prompt_tokens_computed,
+                prompt_tokens_cached=total.prompt_tokens_cached - sent.prompt_tokens_cached,
+                generated_tokens=total.generated_tokens - sent.generated_tokens,
+                decode_steps=total.decode_steps - sent.decode_steps,
+                decode_step_seconds=total.decode_step_seconds - sent.decode_step_seconds,
+                prefill_seconds=total.prefill_seconds - sent.prefill_seconds,
+                graph_reuses=total.graph_reuses - sent.graph_reuses,
+                kv_cache_tokens=len(model.kv_tokens),
+                kv_cache_capacity_tokens=model.n_ctx,
+                rss_bytes=resident_bytes(),
+            )
+        )
+
+
+def resident_bytes() -> int:
+    """This process's resident set, from /proc."""
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no Path object per call
+        return int(file.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,315 @@
+"""The wire contract between the front end and the engine process.
+
+Transport: one inherited `socketpair` (AF_UNIX, SOCK_STREAM). Each frame is a 4-byte big-endian
+payload length followed by one msgpack-encoded struct of this module. Structs are tagged maps, so a
+receiver skips fields that it does not know. Rules for change: fields are only appended, each with a
+default; a field is never renamed, retyped or removed; anything else raises PROTOCOL_VERSION.
+
+Order of a connection:
+
+    engine    → Hello
+    front end → Configure
+    engine    → LoadProgress*  → Ready | Fatal
+    front end → Generate | Abort | Ping | Shutdown       (any number)
+    engine    → for each Generate, in this order: Started, PrefillProgress*, Step*, then exactly
+                one of Finished and Failed (Failed may come first, alone)
+                Pong for each Ping, EngineStats at any time
+
+One Generate runs at a time: the front end sends the next one only after Finished or Failed of the
+one before. EOF on either side means that the other process is gone.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+_LENGTH: Final = struct.Struct(">I")
+
+
+class ProtocolError(Exception):
+    """The peer sent a frame that this side cannot accept: too long, malformed or of another version."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag_field="type"):
+    """Base of every wire struct; the tag on the wire is the class name."""
+
+
+# ── front end → engine ──────────────────────────────────────────────────────────────────────────
+
+
+class Configure(Message, tag=True):
+    """Load this model. Sent once, after Hello."""
+
+    model_path: str
+    n_ctx: int = 0
+    """Context length in tokens; 0 = the smaller of the model's training context and 8,192."""
+    n_batch: int = 512
+    """Prompt tokens evaluated per native call."""
+    n_threads: int = 0
+    """Compute threads; 0 = one per physical core that this process may use."""
+    device: str = "cpu"
+    chat_template: str | None = None
+    """Jinja source that replaces the model's own chat template."""
+    log_prompts: bool = False
+
+
+class Sampling(Message, tag=True):
+    """How the next token is chosen. None = the model's recommendation (GGUF `general.sampling.*`), else
+    llama.cpp's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    """0 … 2³²−1; None = a fresh random seed."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    logit_bias: dict[int, float] = {}
+    grammar: str | None = None
+    """GBNF grammar that constrains the whole answer."""
+
+
+class Generate(Message, tag=True):
+    """Answer a conversation."""
+
+    request_id: str
+    messages_json: bytes
+    """JSON array of OpenAI chat messages whose `content` is a string, roles system, user, assistant."""
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    """Upper bound on generated tokens; None = until the context is full."""
+    stop: list[str] = []
+    """Non-empty strings that end the answer; the one that ends first wins and is not returned."""
+
+
+class Abort(Message, tag=True):
+    """Stop the named request, whatever it is doing. Ignored unless that request is the running one."""
+
+    request_id: str
+
+
+class Ping(Message, tag=True):
+    nonce: int
+
+
+class Shutdown(Message, tag=True):
+    """Finish nothing, free the model, exit 0."""
+
+
+# ── engine → front end ──────────────────────────────────────────────────────────────────────────
+
+
+class Hello(Message, tag=True):
+    protocol_version: int
+    pid: int
+    engine_version: str
+    llama_build: str
+    capabilities: list[str] = []
+
+
+class LoadProgress(Message, tag=True):
+    phase: str
+    """`library`, `model`, `context`, `warmup`."""
+    fraction: float
+    """0 … 1 of this phase."""
+    detail: str = ""
+
+
+class ModelInfo(Message, tag=True):
+    architecture: str
+    name: str
+    quantization: str
+    size_bytes: int
+    n_params: int
+    n_ctx: int
+    n_ctx_train: int
+    n_layer: int
+    n_vocab: int
+    n_expert: int = 0
+    """Experts per MoE layer; 0 for a dense model."""
+    n_expert_used: int = 0
+    """The model's own k: experts per token."""
+    n_moe_layer: int = 0
+    n_threads: int = 0
+    device: str = "cpu"
+    system_fingerprint: str = ""
+    """`b<build>-<commit>` of llama.cpp plus the patch revision."""
+
+
+class Ready(Message, tag=True):
+    model: ModelInfo
+    load_seconds: float = 0.0
+
+
+class Fatal(Message, tag=True):
+    """The engine cannot start; it exits with a non-zero code after this."""
+
+    code: str
+    message: str
+    """One line: what went wrong and what to do."""
+    retryable: bool = False
+    """False: the same configuration will fail again, so do not restart."""
+
+
+class Started(Message, tag=True):
+    """The prompt was templated and tokenised; prefill begins."""
+
+    request_id: str
+    n_prompt_tokens: int
+    n_cached_tokens: int = 0
+    """Leading prompt tokens whose KV is reused."""
+
+
+class PrefillProgress(Message, tag=True):
+    request_id: str
+    n_done_tokens: int
+    """Prompt tokens in the KV cache, cached ones included."""
+
+
+class Step(Message, tag=True):
+    """Text released by one decode step. Whole UTF-8 characters only, stop strings removed, reasoning split
+    off. A step that released no text is not sent, but for the last one, which may only carry n_tokens."""
+
+    request_id: str
+    content: str = ""
+    reasoning: str = ""
+    n_tokens: int = 1
+    """Tokens generated since the last Step, including held-back ones."""
+    sampled_ns: int = 0
+    """CLOCK_MONOTONIC at which the native call that gave the last of these tokens returned."""
+
+
+class Timings(Message, tag=True):
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    n_decode_steps: int = 0
+
+
+class Finished(Message, tag=True):
+    request_id: str
+    reason: str
+    """`stop`, `length` or `cancelled`."""
+    n_prompt_tokens: int = 0
+    n_cached_tokens: int = 0
+    n_completion_tokens: int = 0
+    n_reasoning_tokens: int = 0
+    timings: Timings = Timings()
+    stop_string: str | None = None
+
+
+class Failed(Message, tag=True):
+    """This request failed; the engine goes on."""
+
+    request_id: str
+    code: str
+    """`context_length_exceeded`, `template_error`, `invalid_grammar`, `invalid_value`, `internal`, …"""
+    message: str
+    param: str | None = None
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class Pong(Message, tag=True):
+    """Answered by a thread of its own, so it comes during a long decode too."""
+
+    nonce: int
+    state: str
+    """`loading`, `idle`, `prefill`, `decode`."""
+    request_id: str | None = None
+    step_age_seconds: float = 0.0
+    """Time since the last native call returned (0 while idle). Large = hung rather than busy."""
+
+
+class EngineStats(Message, tag=True):
+    """Increments since the last EngineStats, and gauges as they are now. Sent with each Finished and
+    once per second while a request runs."""
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_step_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    graph_reuses: int = 0
+    kv_cache_tokens: int = 0
+    """gauge"""
+    kv_cache_capacity_tokens: int = 0
+    """gauge"""
+    rss_bytes: int = 0
+    """gauge: the engine's resident set"""
+
+
+ToEngine = Configure | Generate | Abort | Ping | Shutdown
+FromEngine = (
+    Hello
+    | LoadProgress
+    | Ready
+    | Fatal
+    | Started
+    | PrefillProgress
+    | Step
+    | Finished
+    | Failed
+    | Pong
+    | EngineStats
+)
+GenerationEvent = Started | PrefillProgress | Step | Finished | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+_from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode_frame(message: ToEngine | FromEngine) -> bytes:
+    """Returns the length prefix and the encoded struct, ready to be written.
+
+    Raises ProtocolError when the message is longer than MAX_FRAME_BYTES.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"message of {len(payload)} bytes is longer than the limit {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into messages: `feed()` bytes as they come, get the messages they complete.
+
+    Not thread-safe; one reader per connection and direction.
+    """
+
+    def __init__(self, *, from_engine: bool) -> None:
+        self._decode = _from_engine_decoder.decode if from_engine else _to_engine_decoder.decode
+        self._buffer = bytearray()
+        self.frame_bytes: list[int] = []
+        """Sizes on the wire of the messages that the last `feed()` returned, prefix included."""
+
+    def feed(self, data: bytes) -> list[ToEngine | FromEngine]:
+        """Raises ProtocolError on a frame that is too long or does not decode; the connection is then
+        unusable."""
+        self._buffer += data
+        messages: list[ToEngine | FromEngine] = []
+        self.frame_bytes = []
+        offset = 0
+        while len(self._buffer) - offset >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, offset)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"frame of {length} bytes is longer than the limit {MAX_FRAME_BYTES}")
+            end = offset + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            try:
+                messages.append(self._decode(self._buffer[offset + _LENGTH.size : end]))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"undecodable frame: {error}") from error
+            self.frame_bytes.append(end - offset)
+            offset = end
+        del self._buffer[:offset]
+        return messages

@@ -1,0 +1,60 @@
+"""The chain that every answer runs through: bytes → UTF-8 gate → stop filter → reasoning parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from s2moe.engine.stream.stop import StopFilter
+from s2moe.engine.stream.utf8 import Utf8Gate
+
+
+class Delta(NamedTuple):
+    """New text of an answer, split by where it belongs."""
+
+    content: str = ""
+    reasoning: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning)
+
+
+class AnswerParser(Protocol):
+    """Splits raw text into content and reasoning; `native.NativeAnswerParser` is llama.cpp's."""
+
+    def feed(self, text: str, *, final: bool) -> Delta: ...
+
+
+class ContentOnly:
+    """The parser for answers that hold nothing but content."""
+
+    def feed(self, text: str, *, final: bool) -> Delta:
+        return Delta(content=text)
+
+
+class AnswerStream:
+    """Turns the bytes of sampled tokens into deltas.
+
+    Stops are searched before markup is parsed, in the raw text: a parser that held back a tag would otherwise
+    cut a stop string in two. One answer, one thread.
+    """
+
+    def __init__(self, stops: Sequence[str], parser: AnswerParser | None = None) -> None:
+        self._gate = Utf8Gate()
+        self._stop = StopFilter(stops)
+        self._parser = parser or ContentOnly()
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, once one did."""
+        return self._stop.matched
+
+    def feed(self, data: bytes) -> Delta:
+        """Adds the bytes of one or more tokens; returns what became certain."""
+        text = self._stop.feed(self._gate.feed(data))
+        return self._parser.feed(text, final=False) if text else Delta()
+
+    def finish(self) -> Delta:
+        """Ends the answer; returns all that was held back."""
+        text = self._stop.feed(self._gate.finish()) + self._stop.finish()
+        return self._parser.feed(text, final=True)

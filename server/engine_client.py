@@ -1,0 +1,113 @@
+"""What the front end knows of the engine: one interface, typed errors, no process and no socket.
+
+`supervisor.EngineSupervisor` implements it with a real engine process; tests implement it with a
+scripted fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
+from typing import Protocol
+
+from s2moe.engine.messages import EngineStats, Generate, GenerationEvent, ModelInfo
+
+
+class EngineState(StrEnum):
+    """Where the engine process is in its life. `restarting` covers the backoff wait and the new load."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    BUSY = "busy"
+    RESTARTING = "restarting"
+    DEAD = "dead"
+    """Given up: the crash limit was reached or the configuration can never load."""
+
+
+class EngineError(Exception):
+    """Base of what `generate` raises; `message` is fit for the client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class EngineDiedError(EngineError):
+    """The process ended while this request ran; the request is lost, the engine is being restarted."""
+
+    def __init__(self, message: str, *, generation_began: bool) -> None:
+        super().__init__(message)
+        self.generation_began = generation_began
+
+
+class EngineUnavailableError(EngineError):
+    """There is no engine that could take a request now (`state` says why)."""
+
+    def __init__(self, message: str, state: EngineState) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+class EngineObserver(Protocol):
+    """Receives what the engine reports outside of a request; called on the event loop, must not block."""
+
+    def on_state(self, state: EngineState) -> None: ...
+
+    def on_stats(self, stats: EngineStats) -> None: ...
+
+    def on_start_phase(self, phase: str, seconds: float) -> None:
+        """`phase` is spawn or load."""
+        ...
+
+    def on_restart(self, reason: str) -> None:
+        """`reason` is crash, oom, hang or manual."""
+        ...
+
+    def on_message(self, direction: str, n_bytes: int) -> None:
+        """`direction` is to_engine or from_engine; one call per wire message."""
+        ...
+
+
+class EngineClient(Protocol):
+    """One engine. All methods are called on the event loop."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def state_detail(self) -> str:
+        """A readable reason for the state, such as `loading model 42 %` or the last fatal error."""
+        ...
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The loaded model; stays known while the engine restarts; None before the first Ready."""
+        ...
+
+    @property
+    def heartbeat_age_seconds(self) -> float:
+        """Seconds since the engine last answered a ping; 0 before the first."""
+        ...
+
+    async def wait_ready(self) -> None:
+        """Returns once the engine can take a request (at once when it can, including between requests).
+
+        Waits through loading and restarts. Raises EngineUnavailableError when it never will.
+        """
+        ...
+
+    def generate(self, request: Generate) -> AsyncIterator[GenerationEvent]:
+        """Runs one request and yields its events up to and including Finished or Failed.
+
+        At most one generation runs at a time: the caller (`admission.Admission`) guarantees it.
+        Closing the iterator early (`aclose()`, or cancelling the task that iterates) aborts the request
+        and returns only when the engine is idle again, so that the next request may follow at once.
+
+        Raises EngineDiedError when the process ends before the last event, EngineUnavailableError
+        when there is no ready engine.
+        """
+        ...
+
+
+StateListener = Callable[[EngineState], None]
