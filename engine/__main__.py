@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """The kernel kills this process when the front end ends, even while a native call keeps the reader waiting.
+    """The kernel kills this process when the front end ends, whatever its threads are waiting for.
 
     A front end that ended before this call is seen as EOF on the socket.
     """
@@ -38,7 +38,9 @@ def main() -> int:
     arguments = parser.parse_args()
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end to handle
-    logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=arguments.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     channel = Channel(socket.socket(fileno=arguments.fd))
     try:
         source = Library().build_info()["source"]

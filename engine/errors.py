@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, by who must act: the client (RequestError) or the operator (EngineStartError)."""
+"""What can go wrong in the engine, by who must act: client (RequestError) or operator (EngineStartError)."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ class Generation:
                 model.decode(chunk)
                 self.n_evaluated_prompt_tokens += len(chunk)
                 self.prefill_seconds = time.monotonic() - started
-                yield PrefillProgress(
-                    request_id=self._request.request_id, n_done_tokens=begin + len(chunk)
-                )
+                yield PrefillProgress(request_id=self._request.request_id, n_done_tokens=begin + len(chunk))
         finally:
             self.prefill_seconds = time.monotonic() - started
 

@@ -27,8 +27,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_N_CTX = 8192
 GGUF_MAGIC = b"GGUF"
 
-_LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.DEBUG}
-"""ggml_log_level → ours; llama.cpp's chatter is below what operators need."""
+GGML_LOG_LEVEL_ERROR = 4
+_LOG_LEVELS = {3: logging.WARNING, GGML_LOG_LEVEL_ERROR: logging.ERROR}
+"""ggml_log_level → ours; the rest of llama.cpp's chatter is for debugging."""
+_EXPECTED_WARNINGS = ("removing memory module entries",)
+"""What llama.cpp warns of when a decode is aborted, which is an ordinary event here."""
 
 
 class NativeLog:
@@ -44,10 +47,11 @@ class NativeLog:
         line = text.decode(errors="replace").strip()
         if not line:
             return
-        if level == 3:
+        if level == GGML_LOG_LEVEL_ERROR:
             with self._lock:
                 self.errors.append(line)
-        logger.log(_LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
+        expected = any(warning in line for warning in _EXPECTED_WARNINGS)
+        logger.log(logging.DEBUG if expected else _LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
 
     def explain(self, default: str) -> str:
         """The oldest remembered error, which is usually the cause; later ones only report the failure."""
@@ -106,13 +110,14 @@ class Model:
         if not self.library.build_info()["cuda"]:
             raise EngineStartError(
                 "device_unavailable",
-                "--device cuda, but this build has no CUDA; rebuild with `make setup CUDA=1` or use --device cpu",
+                "--device cuda, but this build has no CUDA; rebuild with `make setup CUDA=1` "
+                "or use --device cpu",
             )
         if not self.llama_cpp.llama_supports_gpu_offload():
             raise EngineStartError(
                 "device_unavailable",
-                "--device cuda, but no CUDA device answers; check the driver with nvidia-smi, and in a container "
-                "pass --gpus all (Jetson: --runtime nvidia)",
+                "--device cuda, but no CUDA device answers; check the driver with nvidia-smi, and in a "
+                "container pass --gpus all (Jetson: --runtime nvidia)",
             )
 
     def _check_file(self, path: Path) -> None:
@@ -121,16 +126,15 @@ class Model:
             with path.open("rb") as file:
                 magic = file.read(len(GGUF_MAGIC))
         except FileNotFoundError:
-            raise EngineStartError(
-                "model_not_found", f"model {path} does not exist; check --model"
-            ) from None
+            raise EngineStartError("model_not_found", f"model {path} does not exist; check --model") from None
         except OSError as error:
             raise EngineStartError(
                 "model_unreadable", f"model {path} cannot be read: {error.strerror}; check --model"
             ) from None
         if magic != GGUF_MAGIC:
             raise EngineStartError(
-                "model_invalid", f"model {path} is not a GGUF file; convert it with llama.cpp or pick another file"
+                "model_invalid",
+                f"model {path} is not a GGUF file; convert it with llama.cpp or pick another file",
             )
 
     def _load_weights(self, configure: Configure, on_progress: Callable[[str, float], None]) -> Any:
@@ -148,7 +152,8 @@ class Model:
             reason = self._log.explain("llama.cpp gave no reason")
             raise EngineStartError(
                 "model_invalid",
-                f"cannot load {configure.model_path}: {reason}; the file may be damaged or of an unknown architecture",
+                f"cannot load {configure.model_path}: {reason}; the file may be damaged or of an unknown "
+                "architecture",
             )
         return handle
 
@@ -256,8 +261,8 @@ class Model:
     def reuse_prefix(self, prompt: list[int]) -> int:
         """Keeps of the KV cache what `prompt` begins with and drops the rest.
 
-        Returns the number of kept tokens, at most len(prompt) − 1: the last token must be evaluated again, for
-        its logits.
+        Returns the number of kept tokens, at most len(prompt) − 1: the last token must be evaluated again,
+        for its logits.
         """
         n = 0
         for ours, theirs in zip(self.kv_tokens, prompt[:-1], strict=False):

@@ -192,9 +192,7 @@ class Library:
     # decoding
 
     def decode(self, context: Any, tokens: list[int], position: int, *, all_logits: bool = False) -> None:
-        self.check(
-            self._lib.s2moe_decode(context, token_array(tokens), len(tokens), position, all_logits)
-        )
+        self.check(self._lib.s2moe_decode(context, token_array(tokens), len(tokens), position, all_logits))
 
 
 class _Handle:
@@ -246,9 +244,7 @@ class Sampler(_Handle):
         self._token = c_int32()
 
     def sample(self, context: Any, index: int = -1) -> int:
-        self._library.check(
-            self._lib.s2moe_sampler_sample(self.handle, context, index, byref(self._token))
-        )
+        self._library.check(self._lib.s2moe_sampler_sample(self.handle, context, index, byref(self._token)))
         return self._token.value
 
     def accept_prompt(self, tokens: list[int]) -> None:

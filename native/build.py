@@ -41,7 +41,9 @@ def job_count() -> int:
     if not meminfo.exists():
         return cores
     available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    return cores if available is None else max(1, min(cores, int(available[1]) * 1024 // MEMORY_PER_JOB_BYTES))
+    return (
+        cores if available is None else max(1, min(cores, int(available[1]) * 1024 // MEMORY_PER_JOB_BYTES))
+    )
 
 
 def require_tools() -> None:
@@ -73,7 +75,9 @@ def run_logged(command: list[str], log: Path, *, show_progress: bool) -> None:
         returncode = process.wait()
     if returncode != 0:
         lines = log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if re.search(r"\berror\b|CMake Error|undefined reference", line, re.I)]
+        errors = [
+            line for line in lines if re.search(r"\berror\b|CMake Error|undefined reference", line, re.I)
+        ]
         for line in (errors or lines)[:8]:
             print(f"    {line}", file=sys.stderr)
         raise PrepareError(f"`{' '.join(command[:2])} …` failed; the whole output is in {log}")
@@ -102,11 +106,17 @@ def build(variant: str, defines: dict[str, str], folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variant", choices=list(VARIANT_DEFINES), default="s2moe")
     parser.add_argument("--folder", type=Path, help="build folder (default: build/native/VARIANT)")
     parser.add_argument(
-        "--define", action="append", default=[], metavar="NAME=VALUE", help="CMake setting, e.g. S2MOE_CUDA=ON"
+        "--define",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="CMake setting, e.g. S2MOE_CUDA=ON",
     )
     arguments = parser.parse_args()
     folder = (arguments.folder or BUILD_ROOT / arguments.variant).resolve()

@@ -84,10 +84,12 @@ def fetch_release() -> Path:
         result = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
         found = work / archive.name
         if result.returncode != 0 or not found.exists():
-            reason = next((r for r in reversed(result.stderr.splitlines()) if "ERROR" in r), "no file arrived")
+            reason = next(
+                (r for r in reversed(result.stderr.splitlines()) if "ERROR" in r), "no file arrived"
+            )
             raise PrepareError(
-                f"cannot download {package} {version}: {reason}. Check the network and pip's index settings, or "
-                f"put the archive at {archive}"
+                f"cannot download {package} {version}: {reason}. Check the network and pip's "
+                f"index settings, or put the archive at {archive}"
             )
         if sha256_of(found) != sha256:
             raise PrepareError(f"the downloaded {archive.name} does not have the sha256 of {LOCK_FILE}")
@@ -128,7 +130,9 @@ def apply_patches(out: Path) -> None:
     for patch in sorted(PATCH_DIR.glob("*.patch")):
         say(f"applying {patch.name}")
         command = ["git", "apply", "--unidiff-zero", "--whitespace=nowarn", str(patch)]
-        result = subprocess.run(command, cwd=out, env=environment, check=False, capture_output=True, text=True)
+        result = subprocess.run(
+            command, cwd=out, env=environment, check=False, capture_output=True, text=True
+        )
         if result.returncode != 0:
             raise PrepareError(
                 f"{patch.name} does not apply to the pinned source: {result.stderr.strip().splitlines()[0]}"
@@ -161,8 +165,12 @@ def prepare(out: Path, *, patched: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/llama.cpp"), help="where the source tree goes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/llama.cpp"), help="where the source tree goes"
+    )
     parser.add_argument("--unpatched", action="store_true", help="leave llama.cpp as released")
     parser.add_argument("--archive", action="store_true", help="only print the path of the verified archive")
     arguments = parser.parse_args()

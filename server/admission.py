@@ -1,0 +1,169 @@
+"""The queue in front of the engine: one request runs, a bounded number waits, first in, first out.
+
+When a request is taken in:
+
+    draining (SIGTERM came)       503 draining; waiting requests get it too, they would be cut anyway
+    the engine is dead            503 engine_dead
+    the model was never loaded    503 loading; not queued, since a load may take minutes or fail
+    the engine restarts           queued like at any other time: its load is known to work, and the client
+                                  wants an answer more than an error
+    the queue is full             429 queue_full
+
+A waiting request is in no way tied to the engine process, so it survives a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from s2moe.server.engine_client import EngineClient, EngineState
+from s2moe.server.errors import QueueFullError, UnavailableError, unavailable
+from s2moe.server.metrics import Metrics
+
+_FIRST_SERVICE_GUESS_SECONDS = 5.0
+_EWMA_WEIGHT = 0.3
+_LONGEST_RETRY_SECONDS = 120
+_DRAINING_RETRY_SECONDS = 10
+
+
+class Admission:
+    """Grants the engine to one request at a time. All methods are called on the event loop.
+
+    Invariant: `_held` is true exactly while one caller is inside `slot()` past its wait, and a slot that
+    is freed goes straight to the oldest waiter, so a newcomer never overtakes.
+    """
+
+    def __init__(self, client: EngineClient, metrics: Metrics, *, capacity: int) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._capacity = capacity
+        self._held = False
+        self._held_is_running = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._cutters: set[Callable[[], None]] = set()
+        self._service_seconds = _FIRST_SERVICE_GUESS_SECONDS
+        self._service_measured = False
+        self._run_began = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting) + (self._held and not self._held_is_running)
+
+    def check(self) -> None:
+        """Raises the ApiError with which a request would be turned away now."""
+        if self.draining:
+            raise _draining()
+        state = self._client.state
+        if state is EngineState.DEAD:
+            raise unavailable(state, self._client.state_detail)
+        if self._client.model is None and state in (EngineState.STARTING, EngineState.LOADING):
+            raise unavailable(state, self._client.state_detail)
+        if self._held and self.n_waiting >= self._capacity:
+            raise QueueFullError(self._capacity, self.retry_after_seconds())
+
+    @asynccontextmanager
+    async def slot(self, cut: Callable[[], None]) -> AsyncIterator[None]:
+        """Waits in the queue, then holds the engine, which is ready, for the body of the `with`.
+
+        `cut` is called when a shutdown runs out of patience; it must end the body soon. Raises ApiError
+        when the request is turned away or the queue is dissolved, EngineUnavailableError when the engine
+        is given up. Cancelling the wait leaves the queue at once.
+        """
+        self.check()
+        await self._acquire()
+        self._cutters.add(cut)
+        try:
+            await self._client.wait_ready()
+            if self.draining:
+                raise _draining()
+            self._held_is_running = True
+            self._run_began = time.monotonic()
+            self._show()
+            yield
+            self._measure(time.monotonic() - self._run_began)
+        finally:
+            self._cutters.discard(cut)
+            self._held_is_running = False
+            self._release()
+
+    def retry_after_seconds(self) -> int:
+        """Until one place in the queue should be free: what is left of the running request, by the mean
+        service time; at least 1."""
+        elapsed = time.monotonic() - self._run_began if self._held_is_running else 0.0
+        return min(_LONGEST_RETRY_SECONDS, max(1, math.ceil(self._service_seconds - elapsed)))
+
+    def drain(self) -> None:
+        """Turns away new and waiting requests from now on; the running one goes on."""
+        self.draining = True
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(_draining())
+        if self._held and not self._held_is_running:
+            self.cut()
+        self._show()
+
+    def cut(self) -> None:
+        """Ends the request that holds the engine."""
+        for cutter in list(self._cutters):
+            cutter()
+
+    async def idle(self) -> None:
+        """Returns when nothing runs or waits."""
+        await self._idle.wait()
+
+    async def _acquire(self) -> None:
+        if not self._held:
+            self._held = True
+            self._show()
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._show()
+        try:
+            await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                # The slot was handed over in the same turn in which this task was cancelled.
+                self._release()
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
+            self._show()
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                break
+        else:
+            self._held = False
+        self._show()
+
+    def _measure(self, seconds: float) -> None:
+        weight = _EWMA_WEIGHT if self._service_measured else 1.0
+        self._service_measured = True
+        self._service_seconds += weight * (seconds - self._service_seconds)
+
+    def _show(self) -> None:
+        self._metrics.requests_running.set(self._held_is_running)
+        self._metrics.requests_waiting.set(self.n_waiting)
+        if self._held:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+def _draining() -> UnavailableError:
+    return UnavailableError(
+        "The server is shutting down.", code="draining", retry_after_seconds=_DRAINING_RETRY_SECONDS
+    )

@@ -1,0 +1,56 @@
+"""Request body → validated model, with one error shape for everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from s2moe.server.errors import ClientGoneError, InvalidRequestError, MediaTypeError, from_validation
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_model(request: Request, model: type[Model]) -> Model:
+    """Reads the JSON body whatever its Content-Type says (curl -d sends a form type by default).
+
+    Raises ApiError for everything that is wrong with the body, ClientGoneError when the client leaves.
+    """
+    _check_media_type(request)
+    try:
+        body = await request.body()
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    try:
+        return model.model_validate(parse_object(body))
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None
+    except RecursionError:
+        raise InvalidRequestError("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _check_media_type(request: Request) -> None:
+    # A web page may send other types to any server without asking for leave first (no CORS preflight), so
+    # a browser, which is known by its Origin header, has to send JSON as JSON.
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in request.headers and media_type != "application/json":
+        raise MediaTypeError("Send the body with `Content-Type: application/json`.")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON: no NaN, no lone surrogates, UTF-8 only (a byte order mark is tolerated)."""
+    body = body.removeprefix(codecs.BOM_UTF8)
+    if not body.strip():
+        raise InvalidRequestError("The request body is empty; send a JSON object.", code="invalid_json")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"The request body is not valid JSON: {error}", code="invalid_json"
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The request body is not a JSON object.", code="invalid_json")
+    return value

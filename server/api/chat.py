@@ -1,0 +1,203 @@
+"""`POST /v1/chat/completions`, streamed and whole."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Receive, Scope, Send
+
+from s2moe.engine.messages import Finished, Generate, GenerationEvent, Sampling, Step
+from s2moe.server.admission import Admission
+from s2moe.server.api.body import read_model
+from s2moe.server.disconnect import until_gone
+from s2moe.server.engine_client import EngineClient
+from s2moe.server.errors import ApiError, InvalidRequestError, NotFoundError, to_reply
+from s2moe.server.generation import Generation
+from s2moe.server.metrics import Metrics
+from s2moe.server.recorder import RequestRecorder
+from s2moe.server.schema.chat import ChatCompletion, ChatRequest
+from s2moe.server.schema.error import error_responses
+from s2moe.server.settings import Settings
+from s2moe.server.stream.chat_chunks import PING, ChatChunkEncoder, error_event
+from s2moe.server.stream.chat_completion import ChatCompletionBuilder
+
+FIRST_EVENT_WAIT_SECONDS = 1.5
+"""How long a stream may stay without a status line. Within it an early failure keeps its HTTP status;
+after it, the client sees 200 and keep-alive comments, and a failure arrives as an error event."""
+
+_log = logging.getLogger(__name__)
+
+
+class GenerationStream(EventSourceResponse):
+    """An SSE response that never leaves its generation running, however it ends: also when the client
+    leaves before the first chunk is asked for, where the chunk iterator's own cleanup would not run."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], generation: Generation, *, ping_seconds: float) -> None:
+        super().__init__(
+            chunks,
+            ping=ping_seconds,
+            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            headers={"Cache-Control": "no-cache"},
+        )
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel("disconnect")
+
+
+def router(settings: Settings, client: EngineClient, metrics: Metrics, admission: Admission) -> APIRouter:
+    routes = APIRouter()
+    alias = settings.model_alias
+
+    def start(request: Request, body: ChatRequest) -> Generation:
+        recorder = RequestRecorder(metrics, model=alias, api="chat", stream=bool(body.stream))
+        request.state.recorder = recorder
+        return Generation(client, admission, recorder, to_generate(body))
+
+    async def stream(request: Request, body: ChatRequest) -> Response:
+        created = int(time.time())
+        generation = start(request, body)
+        first: GenerationEvent | None = None
+        try:
+            first = await until_gone(
+                request.receive, generation.next_event(), timeout_seconds=FIRST_EVENT_WAIT_SECONDS
+            )
+        except TimeoutError:
+            pass
+        except BaseException:
+            generation.cancel("disconnect")
+            raise
+
+        def encoder() -> ChatChunkEncoder:
+            return ChatChunkEncoder(
+                completion_id=completion_id(),
+                created=created,
+                model=alias,
+                system_fingerprint=fingerprint(client),
+                include_usage=body.wants_usage_chunk,
+            )
+
+        chunks = _chunks(generation, first, encoder)
+        return GenerationStream(chunks, generation, ping_seconds=settings.ping_interval)
+
+    async def whole(request: Request, body: ChatRequest) -> Response:
+        answer = ChatCompletionBuilder(completion_id=completion_id(), created=int(time.time()), model=alias)
+        generation = start(request, body)
+
+        async def collect() -> Finished:
+            while True:
+                event = await generation.next_event()
+                if isinstance(event, Step):
+                    answer.feed(event)
+                elif isinstance(event, Finished):
+                    return event
+
+        try:
+            finished = await until_gone(request.receive, collect())
+        finally:
+            generation.cancel("disconnect")
+        return Response(
+            msgspec.json.encode(answer.finish(finished, system_fingerprint=fingerprint(client))),
+            media_type="application/json",
+        )
+
+    async def create(request: Request) -> Response:
+        body = await read_model(request, ChatRequest)
+        if (problem := body.unsupported_field()) is not None:
+            param, message = problem
+            raise InvalidRequestError(f"Invalid value for `{param}`: {message}.", param=param)
+        if settings.strict_model and body.model not in (None, alias):
+            raise NotFoundError(
+                f"The model `{body.model}` is not served here; this server has `{alias}`.",
+                code="model_not_found",
+                param="model",
+            )
+        if settings.log_prompts:
+            messages = [message.to_wire() for message in body.messages]
+            _log.info("chat request", extra={"fields": {"messages": messages}})
+        return await (stream(request, body) if body.stream else whole(request, body))
+
+    for path, shown in (("/v1/chat/completions", True), ("/chat/completions", False)):
+        routes.add_api_route(
+            path,
+            create,
+            methods=["POST"],
+            summary="Answer a conversation",
+            response_model=ChatCompletion,
+            responses=error_responses(400, 401, 404, 413, 429, 500, 503)
+            | {200: {"content": {"text/event-stream": {}}, "description": "The answer, or its chunks"}},
+            openapi_extra={"requestBody": _REQUEST_BODY},
+            include_in_schema=shown,
+        )
+    return routes
+
+
+_REQUEST_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ChatRequest"}}},
+}
+
+
+async def _chunks(
+    generation: Generation, first: GenerationEvent | None, make_encoder: Callable[[], ChatChunkEncoder]
+) -> AsyncIterator[bytes]:
+    """The events of one stream as bytes. `first` was awaited already; None = it has not come in time.
+
+    The encoder is made after the first event, when the model is surely known.
+    """
+    if first is None:
+        yield PING
+    encoder: ChatChunkEncoder | None = None
+    try:
+        event = first if first is not None else await generation.next_event()
+        encoder = make_encoder()
+        yield encoder.start()
+        while not isinstance(event, Finished):
+            if isinstance(event, Step) and (data := encoder.feed(event)):
+                yield data
+            event = await generation.next_event()
+        yield encoder.finish(event)
+    except ApiError as error:
+        yield error_event(to_reply(error))
+
+
+def to_generate(body: ChatRequest) -> Generate:
+    """The engine's form of the request. Its id is ours, not the client's, so that it is unique."""
+    seed = None if body.seed is None else body.seed % 2**32
+    return Generate(
+        request_id=uuid.uuid4().hex,
+        messages_json=msgspec.json.encode([message.to_wire() for message in body.messages]),
+        sampling=Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=seed,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repeat_penalty=body.repeat_penalty,
+            logit_bias=body.logit_bias or {},
+            grammar=body.grammar or None,
+        ),
+        max_tokens=body.token_limit,
+        stop=body.stop_strings,
+    )
+
+
+def completion_id() -> str:
+    return f"chatcmpl-{uuid.uuid4().hex}"
+
+
+def fingerprint(client: EngineClient) -> str:
+    return client.model.system_fingerprint if client.model is not None else ""

@@ -1,0 +1,221 @@
+"""The command `s2moe`: serve, demo-model, version.
+
+Exit codes: 0 done or stopped by a signal, 1 failure (also an engine that keeps crashing, so that systemd
+or Docker restarts), 2 wrong usage or settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic.fields import FieldInfo
+
+from s2moe.server.settings import CONFIG_ENV, Settings, SettingsError, env_of, flag_of, load_settings
+
+EXIT_USAGE = 2
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+DEMO_EXPERTS = 16
+DEMO_USED = 4
+DEMO_SIGMA = 0.1
+DEMO_SEED = 0
+TINY_EXPERTS = 8
+TINY_USED = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An error is one line, without the usage text in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"s2moe: error: {message} (see `{self.prog} --help`)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command and exits the process."""
+    arguments = vars(build_parser().parse_args(argv))
+    command = arguments.pop("command")
+    try:
+        sys.exit(_COMMANDS[command](arguments))
+    except SettingsError as error:
+        _exit(EXIT_USAGE, str(error))
+    except KeyboardInterrupt:
+        _exit(EXIT_INTERRUPTED, "interrupted")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="s2moe",
+        description="OpenAI-compatible inference server for Mixture-of-Experts models.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_demo_model(commands)
+    commands.add_parser("version", help="print the version")
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=textwrap.dedent(
+            f"""\
+            Serve a model through the OpenAI API.
+
+            Each setting comes from the first of: command line, environment variable, TOML file
+            (--config or {CONFIG_ENV}; keys are the names with underscores), default.
+            """
+        ),
+    )
+    serve.add_argument(
+        "--config", type=Path, metavar="PATH", help=f"TOML file with settings [env {CONFIG_ENV}]"
+    )
+    for name, field in Settings.model_fields.items():
+        _add_setting(serve, name, field)
+
+
+def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    # Values stay text: the settings model judges those of all sources alike.
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": _metavar(name, field)}
+    if field.annotation is bool:
+        options |= {"action": argparse.BooleanOptionalAction}
+        del options["metavar"]
+    elif name == "cors_origin":
+        options |= {"action": "append"}
+    text = f"{field.description} [env {env_of(name)}{_default_text(name, field)}]"
+    parser.add_argument(flag_of(name), help=text.replace("%", "%%"), **options)
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ())
+    if choices and all(isinstance(each, str) for each in choices):
+        return "|".join(choices)
+    if "size" in name and field.metadata and field.annotation is int and name.startswith("max_"):
+        return "SIZE"
+    if Path in (field.annotation, *choices):
+        return "PATH"
+    if field.annotation is int:
+        return "N"
+    if field.annotation is float:
+        return "SECONDS"
+    return {"host": "ADDRESS", "cors_origin": "ORIGIN", "api_key": "KEY"}.get(name, "NAME")
+
+
+def _default_text(name: str, field: FieldInfo) -> str:
+    if field.default is None or field.default == ():
+        return ""
+    if field.annotation is bool:
+        return f", default {'on' if field.default else 'off'}"
+    if name == "max_body_size":
+        return f", default {field.default // 2**20}MiB"
+    shown = f"{field.default:g}" if isinstance(field.default, float) else field.default
+    return f", default {shown}"
+
+
+def _add_demo_model(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo-model",
+        help="build the demo model",
+        description="Build the demo model: a small dense model turned into a Mixture of Experts without "
+        "training, for demonstration, tests and benchmarks.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    demo.add_argument("--experts", type=int, default=DEMO_EXPERTS, metavar="N", help="experts per layer")
+    demo.add_argument("--used", type=int, default=DEMO_USED, metavar="N", help="experts used per token")
+    demo.add_argument(
+        "--sigma", type=float, default=DEMO_SIGMA, metavar="X", help="size of the experts' perturbation"
+    )
+    demo.add_argument("--seed", type=int, default=DEMO_SEED, metavar="N", help="seed of the random parts")
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="PATH",
+        help="file to write (default: the cache)",
+    )
+    demo.add_argument(
+        "--tiny",
+        action="store_true",
+        help=f"the smallest useful one: {TINY_EXPERTS} experts, {TINY_USED} used",
+    )
+
+
+def _serve(arguments: dict[str, Any]) -> int:
+    settings = load_settings(arguments, arguments.pop("config"))
+    # Imported here: help and errors of the settings should not wait for the whole server.
+    from s2moe.server import serve
+    from s2moe.server.logs import configure_logging
+
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        # Before the demo model is built, which takes a while.
+        listener = serve.open_socket(settings)
+        settings.read_api_key()
+        settings.read_chat_template()
+        model = serve.check_model(settings.model) if settings.model is not None else _ensure_demo_model()
+        return serve.run(settings, listener, serve.to_configure(settings, model))
+    except serve.ServeError as error:
+        _exit(EXIT_FAILURE, str(error))
+
+
+def _ensure_demo_model() -> Path:
+    from s2moe.engine import demo_model
+
+    try:
+        return demo_model.ensure_demo_model(
+            experts=DEMO_EXPERTS, used=DEMO_USED, sigma=DEMO_SIGMA, seed=DEMO_SEED, progress=_progress
+        )
+    except demo_model.DemoModelError as error:
+        _exit(EXIT_FAILURE, str(error))
+
+
+def _demo_model(arguments: dict[str, Any]) -> int:
+    from s2moe.engine import demo_model
+
+    experts, used = arguments["experts"], arguments["used"]
+    if arguments["tiny"]:
+        experts, used = TINY_EXPERTS, TINY_USED
+    shape: dict[str, Any] = {
+        "experts": experts,
+        "used": used,
+        "sigma": arguments["sigma"],
+        "seed": arguments["seed"],
+    }
+    try:
+        out = arguments.get("out")
+        if out is None:
+            path = demo_model.ensure_demo_model(**shape, progress=_progress)
+        else:
+            path = demo_model.build_demo_model(out, **shape, progress=_progress)
+    except demo_model.DemoModelError as error:
+        _exit(EXIT_FAILURE, str(error))
+    print(path)
+    return 0
+
+
+def _version(_: dict[str, Any]) -> int:
+    print(f"s2moe {version('s2moe')}")
+    return 0
+
+
+_COMMANDS = {"serve": _serve, "demo-model": _demo_model, "version": _version}
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _exit(code: int, message: str) -> NoReturn:
+    print(f"s2moe: error: {message}", file=sys.stderr)
+    sys.exit(code)

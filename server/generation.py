@@ -1,0 +1,128 @@
+"""One generation request, from the queue to its last event, in a task of its own.
+
+Why a task: the HTTP side of a request may be cancelled at any moment and more than once (client gone,
+server shutdown), while the engine's abort must be seen through before the next request may run. The task
+is cancelled by nobody but `cancel()`, and by that only once, so its cleanup cannot be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from contextlib import aclosing
+
+from s2moe.engine.messages import Failed, Finished, Generate, GenerationEvent
+from s2moe.server.admission import Admission
+from s2moe.server.engine_client import EngineClient, EngineUnavailableError
+from s2moe.server.errors import ApiError, ServerError, UnavailableError, from_failed, to_api_error
+from s2moe.server.recorder import RequestRecorder
+
+_ENGINE_TRIES = 3
+_log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Runs one request and hands its events to one consumer through `next_event`.
+
+    The consumer must call `cancel` when it stops before the last event; at any other time `cancel` does
+    nothing. Events wait in memory for a slow consumer; the context length bounds their number.
+    """
+
+    def __init__(
+        self, client: EngineClient, admission: Admission, recorder: RequestRecorder, request: Generate
+    ) -> None:
+        self._client = client
+        self._admission = admission
+        self._request = request
+        self.recorder = recorder
+        self._events: deque[GenerationEvent | ApiError] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self._cancel_cause: str | None = None
+        self._cancelled_at = 0.0
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=request.request_id)
+        self._task.add_done_callback(self._on_done)
+
+    async def next_event(self) -> GenerationEvent:
+        """The next event, up to and including Finished. Raises the ApiError that ended the request.
+
+        May be cancelled and called again without losing an event.
+        """
+        while not self._events:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        event = self._events.popleft()
+        if isinstance(event, ApiError):
+            raise event
+        return event
+
+    def cancel(self, cause: str) -> None:
+        """Stops the request wherever it is: disconnect or shutdown. Returns at once; the engine's slot is
+        freed when the engine is idle again."""
+        if self._cancel_cause is None and not self._task.done():
+            self._cancel_cause = cause
+            self._cancelled_at = time.monotonic()
+            self._task.cancel()
+
+    def cut(self) -> None:
+        """Ends the request because the server shuts down, with an error for the consumer."""
+        if self._cancel_cause is None and not self._task.done():
+            self._deliver(
+                ServerError(
+                    "The server was shut down before the answer was complete.",
+                    code="shutdown",
+                    generation_began=self.recorder.generation_began,
+                )
+                if self.recorder.phase != "queued"
+                else UnavailableError("The server is shutting down.", code="draining", retry_after_seconds=10)
+            )
+            self.cancel("shutdown")
+
+    async def _run(self) -> None:
+        async with self._admission.slot(self.cut):
+            self.recorder.admitted()
+            for _ in range(_ENGINE_TRIES - 1):
+                try:
+                    return await self._generate()
+                except EngineUnavailableError:
+                    # The engine died between its being ready and our request: nothing was begun.
+                    if self._admission.draining:
+                        raise
+                await self._client.wait_ready()
+            return await self._generate()
+
+    async def _generate(self) -> None:
+        async with aclosing(self._client.generate(self._request)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise from_failed(event, generation_began=self.recorder.generation_began)
+                self.recorder.on_event(event)
+                if isinstance(event, Finished) and event.reason not in ("stop", "length"):
+                    raise ServerError(
+                        "The engine cancelled the request.",
+                        code="cancelled",
+                        generation_began=self.recorder.generation_began,
+                    )
+                self._deliver(event)
+
+    def _deliver(self, event: GenerationEvent | ApiError) -> None:
+        self._events.append(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        # A callback, because a task that is cancelled before its first step runs no `finally`.
+        if task.cancelled():
+            self.recorder.cancelled(self._cancel_cause or "shutdown", time.monotonic() - self._cancelled_at)
+            return
+        error = task.exception()
+        if error is None:
+            return
+        api_error = to_api_error(error)
+        if not isinstance(error, ApiError) and api_error.code == "internal_error":
+            _log.error(
+                "generation failed", exc_info=error, extra={"fields": {"id": self._request.request_id}}
+            )
+        self.recorder.failed(api_error)
+        self._deliver(api_error)

@@ -1,0 +1,146 @@
+"""Pure ASGI layers around the application, outermost first:
+
+RequestContext   request id, access log, HTTP metrics, the last resort for exceptions
+(CORS)           Starlette's own, only when an origin is configured
+ApiKey           401
+BodyLimit        413
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from s2moe.server.errors import (
+    CLIENT_GONE_STATUS,
+    AuthenticationError,
+    RequestTooLargeError,
+    error_response,
+)
+from s2moe.server.logs import choose_request_id, request_id_var
+from s2moe.server.metrics import Metrics
+from s2moe.server.recorder import RequestRecorder
+
+OPEN_PATHS = frozenset({"/health"})
+_QUIET_ROUTES = frozenset({"/health", "/metrics"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_access_log = logging.getLogger("s2moe.server.access")
+_log = logging.getLogger(__name__)
+
+
+class RequestContext:
+    """Gives each request an id, which every answer and every log line carries, and accounts for it."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = choose_request_id(Headers(scope=scope).get("x-request-id"))
+        token = request_id_var.set(request_id)
+        began = time.monotonic()
+        status = 0
+        complete = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:
+                # Too late for an answer; the server closes the connection and logs the error.
+                raise
+            _log.exception("unhandled error")
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            code = status if complete else CLIENT_GONE_STATUS
+            self._account(scope, code, time.monotonic() - began)
+            request_id_var.reset(token)
+
+    def _account(self, scope: Scope, code: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._metrics.http_requests.labels(route, method, str(code)).inc()
+        self._metrics.http_duration.labels(route).observe(seconds)
+        fields = {"method": method, "route": route, "status": code, "seconds": round(seconds, 6)}
+        state: Mapping[str, object] = scope.get("state", {})
+        recorder = state.get("recorder")
+        if isinstance(recorder, RequestRecorder):
+            fields["prompt_tokens"] = recorder.n_prompt_tokens
+            fields["generated_tokens"] = recorder.n_generated_tokens
+        level = logging.DEBUG if route in _QUIET_ROUTES and code < 400 else logging.INFO
+        _access_log.log(level, "request", extra={"fields": fields})
+
+
+class ApiKey:
+    """Asks for the key in `Authorization: Bearer` or `x-api-key`, except on OPEN_PATHS and for preflights."""
+
+    def __init__(self, app: ASGIApp, *, key: bytes) -> None:
+        self._app = app
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            headers = Headers(scope=scope)
+            if not self._accepts(headers):
+                given = "authorization" in headers or "x-api-key" in headers
+                message = (
+                    "The API key is wrong."
+                    if given
+                    else "Send an API key in the header `Authorization: Bearer`."
+                )
+                await error_response(AuthenticationError(message))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _accepts(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        candidates = [headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            candidates.append(bearer.strip())
+        # Headers are latin-1 text, and compare_digest wants bytes for anything beyond ASCII.
+        return any(hmac.compare_digest(each.encode("latin-1"), self._key) for each in candidates)
+
+
+class BodyLimit:
+    """Refuses bodies beyond the limit: at once by Content-Length, else when the bytes have come."""
+
+    def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared) > self._limit_bytes:
+            await error_response(RequestTooLargeError(self._limit_bytes))(scope, receive, send)
+            return
+        n_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                n_bytes += len(message.get("body", b""))
+                if n_bytes > self._limit_bytes:
+                    raise RequestTooLargeError(self._limit_bytes)
+            return message
+
+        await self._app(scope, limited_receive, send)

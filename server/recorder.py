@@ -1,0 +1,126 @@
+"""What one generation request leaves in the metrics and in the log."""
+
+from __future__ import annotations
+
+import time
+
+from s2moe.engine.messages import Finished, GenerationEvent, Started, Step
+from s2moe.server.errors import ApiError
+from s2moe.server.metrics import REJECTION_REASONS, Metrics
+
+_FAILURE_REASONS = {
+    "context_length_exceeded": "context_length",
+    "template_error": "template",
+    "insufficient_memory": "oom",
+    "engine_died": "engine_died",
+}
+
+
+class RequestRecorder:
+    """Follows one request from admission to its end. `phase` is queued, prefill or decode.
+
+    Exactly one of `finished`, `failed` and `cancelled` ends it.
+    """
+
+    def __init__(self, metrics: Metrics, *, model: str, api: str, stream: bool) -> None:
+        self._metrics = metrics
+        self._labels = (model, api, "true" if stream else "false")
+        self._content_tokens = metrics.generated_tokens.labels(model, "content")
+        self._reasoning_tokens = metrics.generated_tokens.labels(model, "reasoning")
+        self._arrived = time.monotonic()
+        self._decode_began = 0.0
+        self._last_step = 0.0
+        self._n_content_tokens = 0
+        self._n_reasoning_tokens = 0
+        self.phase = "queued"
+        self.n_prompt_tokens = 0
+        self.finish: str | None = None
+
+    @property
+    def n_generated_tokens(self) -> int:
+        return self._n_content_tokens + self._n_reasoning_tokens
+
+    @property
+    def generation_began(self) -> bool:
+        return self.phase == "decode"
+
+    def admitted(self) -> None:
+        self._metrics.queue_duration.observe(time.monotonic() - self._arrived)
+        self.phase = "prefill"
+
+    def on_event(self, event: GenerationEvent) -> None:
+        if isinstance(event, Step):
+            self._on_step(event)
+        elif isinstance(event, Started):
+            self._on_started(event)
+        elif isinstance(event, Finished):
+            self._on_finished(event)
+
+    def failed(self, error: ApiError) -> None:
+        if self.finish is not None:
+            return
+        if self.phase == "queued" and error.code in REJECTION_REASONS:
+            self._metrics.requests_rejected.labels(error.code).inc()
+            self.finish = "rejected"
+            return
+        if error.code in _FAILURE_REASONS:
+            reason = _FAILURE_REASONS[error.code]
+        elif error.status == 503:
+            reason = "unavailable"
+        else:
+            reason = "invalid_request" if error.status < 500 else "internal"
+        self._metrics.request_failures.labels(reason).inc()
+        self._end("error")
+
+    def cancelled(self, cause: str, seconds: float) -> None:
+        """`seconds`: from the wish to stop until the engine was idle."""
+        if self.finish is not None:
+            return
+        self._metrics.cancellations.labels(self.phase, cause).inc()
+        self._metrics.cancellation_duration.observe(seconds)
+        self._end("cancelled")
+
+    def _on_started(self, event: Started) -> None:
+        self.n_prompt_tokens = event.n_prompt_tokens
+        self._metrics.request_prompt_tokens.observe(event.n_prompt_tokens)
+        if event.n_cached_tokens == 0:
+            result = "miss"
+        else:
+            result = "hit" if event.n_cached_tokens >= event.n_prompt_tokens - 1 else "partial"
+        self._metrics.prompt_cache_lookups.labels(result).inc()
+
+    def _on_step(self, event: Step) -> None:
+        now = time.monotonic()
+        n_tokens = event.n_tokens
+        if self.phase == "decode":
+            latency = (now - self._last_step) / max(1, n_tokens)
+            for _ in range(n_tokens):
+                self._metrics.inter_token_latency.observe(latency)
+        else:
+            self.phase = "decode"
+            self._decode_began = now
+            self._metrics.time_to_first_token.observe(now - self._arrived)
+        self._last_step = now
+        if event.content or not event.reasoning:
+            self._n_content_tokens += n_tokens
+            self._content_tokens.inc(n_tokens)
+        else:
+            self._n_reasoning_tokens += n_tokens
+            self._reasoning_tokens.inc(n_tokens)
+
+    def _on_finished(self, event: Finished) -> None:
+        # Tokens that released no text (end of turn, a removed stop string) were in no step.
+        rest = event.n_completion_tokens - self.n_generated_tokens
+        if rest > 0:
+            self._n_content_tokens += rest
+            self._content_tokens.inc(rest)
+        self._metrics.request_generated_tokens.observe(event.n_completion_tokens)
+        self._metrics.prefill_duration.observe(event.timings.prefill_seconds)
+        self._metrics.decode_duration.observe(event.timings.decode_seconds)
+        self._metrics.request_duration.observe(time.monotonic() - self._arrived)
+        if event.reason in ("stop", "length"):
+            self._end(event.reason)
+
+    def _end(self, finish: str) -> None:
+        self.finish = finish
+        self._metrics.requests.labels(*self._labels, finish).inc()

@@ -1,0 +1,1 @@
+"""Pydantic models of what goes over HTTP, one file per endpoint."""

@@ -1,0 +1,35 @@
+"""`GET /v1/models` and `/v1/models/{id}`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class ModelMeta(BaseModel):
+    """Facts of the loaded model, under llama-server's names where it has one."""
+
+    n_ctx: int = Field(description="Context length in tokens that is served")
+    n_ctx_train: int = Field(description="Context length in tokens of the training")
+    n_params: int
+    n_vocab: int
+    n_layer: int
+    size: int = Field(description="Size of the weights in bytes")
+    architecture: str
+    quantization: str
+    n_expert: int = Field(description="Experts per MoE layer; 0 for a dense model")
+    n_expert_used: int = Field(description="Experts per token")
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(description="Unix seconds at which the server started")
+    owned_by: str = "s2moe"
+    meta: ModelMeta | None = Field(None, description="null until the model is loaded")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from server_rig import ServerRig
+
+from s2moe.server.settings import Settings
+
+StartServer = Callable[..., Awaitable[ServerRig]]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("S2MOE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+async def start_server() -> AsyncIterator[StartServer]:
+    """Starts a server: `await start_server(FakeEngine(…), queue_size=2, …)`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(engine: FakeEngine | None = None, **settings: Any) -> ServerRig:
+            rig = ServerRig(engine or FakeEngine(), Settings(**settings))
+            return await stack.enter_async_context(rig.running())
+
+        yield start
+
+
+@pytest.fixture
+async def rig(start_server: StartServer) -> ServerRig:
+    return await start_server()

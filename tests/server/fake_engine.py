@@ -1,0 +1,161 @@
+"""An engine that plays a script: it implements `EngineClient` without a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from s2moe.engine.messages import (
+    Finished,
+    Generate,
+    GenerationEvent,
+    ModelInfo,
+    Started,
+    Step,
+    Timings,
+)
+from s2moe.server.engine_client import EngineState, EngineUnavailableError
+
+MODEL = ModelInfo(
+    architecture="llama",
+    name="Fake",
+    quantization="Q4_0",
+    size_bytes=770_000_000,
+    n_params=1_300_000_000,
+    n_ctx=4096,
+    n_ctx_train=8192,
+    n_layer=30,
+    n_vocab=49152,
+    n_expert=16,
+    n_expert_used=4,
+    system_fingerprint="b1234-abcdef-p1",
+)
+
+Action = GenerationEvent | float | asyncio.Event | Exception
+"""What a script does next: yield an event, sleep for seconds, wait for an event, raise."""
+Script = Callable[[Generate], Sequence[Action]]
+
+
+def started(request: Generate, *, prompt: int = 10, cached: int = 0) -> Started:
+    return Started(request_id=request.request_id, n_prompt_tokens=prompt, n_cached_tokens=cached)
+
+
+def step(request: Generate, content: str = "", *, reasoning: str = "", n_tokens: int = 1) -> Step:
+    return Step(request_id=request.request_id, content=content, reasoning=reasoning, n_tokens=n_tokens)
+
+
+def finished(
+    request: Generate,
+    reason: str = "stop",
+    *,
+    prompt: int = 10,
+    cached: int = 0,
+    tokens: int = 2,
+    reasoning_tokens: int = 0,
+) -> Finished:
+    return Finished(
+        request_id=request.request_id,
+        reason=reason,
+        n_prompt_tokens=prompt,
+        n_cached_tokens=cached,
+        n_completion_tokens=tokens,
+        n_reasoning_tokens=reasoning_tokens,
+        timings=Timings(prefill_seconds=0.5, decode_seconds=0.25, n_decode_steps=tokens),
+    )
+
+
+def hello(request: Generate) -> Sequence[Action]:
+    """The default script: two tokens."""
+    return [started(request), step(request, "Hel"), step(request, "lo"), finished(request)]
+
+
+def endless(request: Generate) -> Sequence[Action]:
+    """Decodes slowly and does not end within a test."""
+    return [started(request), *(each for _ in range(3000) for each in (step(request, "x"), 0.02))]
+
+
+def endless_prefill(request: Generate) -> Sequence[Action]:
+    return [started(request), 60.0]
+
+
+def last_text(request: Generate) -> str:
+    """The content of the last message, by which tests tell requests apart."""
+    return str(json.loads(request.messages_json)[-1]["content"])
+
+
+async def until(condition: Callable[[], bool], *, seconds: float = 5) -> None:
+    """Polls, because what tests wait for has no event of its own. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class FakeEngine:
+    """Plays `script` for each request and keeps a diary."""
+
+    script: Script = hello
+    state: EngineState = EngineState.READY
+    state_detail: str = ""
+    model: ModelInfo | None = MODEL
+    heartbeat_age_seconds: float = 0.25
+    abort_seconds: float = 0.0
+    requests: list[Generate] = field(default_factory=list)
+    aborted_at: dict[str, float] = field(default_factory=dict)
+    """Text of the last message → monotonic time at which the abort reached the engine."""
+    completed: list[str] = field(default_factory=list)
+    overlaps: int = 0
+    unavailable_times: int = 0
+    """So many calls of `generate` find the engine just gone, though it was said to be ready."""
+    running: str | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def set_state(self, state: EngineState, detail: str = "") -> None:
+        self.state, self.state_detail = state, detail
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_ready(self) -> None:
+        while self.state is not EngineState.READY:
+            if self.state is EngineState.DEAD:
+                raise EngineUnavailableError("the engine has stopped for good", self.state)
+            await self._changed.wait()
+
+    async def generate(self, request: Generate) -> AsyncGenerator[GenerationEvent, None]:
+        if self.unavailable_times > 0:
+            self.unavailable_times -= 1
+            raise EngineUnavailableError("the engine has just gone", EngineState.RESTARTING)
+        self.overlaps += self.running is not None
+        text = last_text(request)
+        self.running = text
+        self.requests.append(request)
+        try:
+            for action in self.script(request):
+                if isinstance(action, float):
+                    await asyncio.sleep(action)
+                elif isinstance(action, asyncio.Event):
+                    await action.wait()
+                elif isinstance(action, Exception):
+                    raise action
+                else:
+                    yield action
+                    # The socket would give the event loop a turn, too.
+                    await asyncio.sleep(0)
+            self.completed.append(text)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted_at[text] = time.monotonic()
+            await asyncio.sleep(self.abort_seconds)
+            raise
+        finally:
+            self.running = None
+
+    async def until_running(self, text: str) -> None:
+        await until(lambda: self.running == text)
+
+    async def until_aborted(self, text: str) -> float:
+        """Returns the monotonic time of the abort."""
+        await until(lambda: text in self.aborted_at)
+        return self.aborted_at[text]

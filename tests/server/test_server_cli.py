@@ -1,0 +1,269 @@
+"""The command line: help, exit codes, one-line errors, and a whole server run as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from s2moe.server.cli import build_parser, main
+from s2moe.server.serve import base_url, ready_text
+from s2moe.server.settings import Settings, env_of, flag_of
+
+
+def exit_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Returns the exit code and stderr, which must be one line."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert error.count("\n") <= 1, error
+    return int(caught.value.code or 0), error
+
+
+def test_help_of_serve_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in Settings.model_fields:
+        assert flag_of(name) in text
+        assert env_of(name) in text
+    assert "default 8MiB" in text
+    assert "text|json" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--nonsense"],
+        ["serve", "--po", "80"],
+        ["serve", "--port", "x"],
+        ["serve", "--port"],
+        ["nonsense"],
+        [],
+        ["demo-model", "--experts", "many"],
+        ["serve", "--config", "/nonexistent.toml"],
+        ["serve", "--port", "0", "--model", "/nonexistent.gguf"],
+        ["serve", "--port", "0", "--model", "/"],
+        ["serve", "--port", "0", "--model", __file__],
+        ["serve", "--port", "0", "--model", __file__, "--chat-template-file", "/nonexistent.jinja"],
+        ["serve", "--port", "0", "--model", __file__, "--api-key-file", "/nonexistent.key"],
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    code, error = exit_of(capsys, *arguments)
+    assert code == 2
+    assert error.startswith("s2moe: error: ")
+
+
+def test_usage_error_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--port" in exit_of(capsys, "serve", "--port", "x")[1]
+    assert "--nonsense" in exit_of(capsys, "serve", "--nonsense")[1]
+
+
+def test_port_in_use_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = exit_of(capsys, "serve", "--model", str(model), "--port", str(port))
+    assert code == 1
+    assert f"127.0.0.1:{port}" in error
+    assert "--port" in error
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("s2moe ")
+
+
+def test_flags_of_switches_may_be_negated() -> None:
+    parse = build_parser().parse_args
+    assert parse(["serve", "--strict-model"]).strict_model is True
+    assert parse(["serve", "--no-strict-model"]).strict_model is False
+    assert not hasattr(parse(["serve"]), "strict_model")
+    assert parse(["serve", "--cors-origin", "a", "--cors-origin", "b"]).cors_origin == ["a", "b"]
+
+
+def test_ready_text_holds_a_command_that_works_as_it_stands() -> None:
+    text = ready_text(base_url("0.0.0.0", 80), "it's", None, has_key=True)
+    assert "http://127.0.0.1:80/v1/chat/completions" in text
+    assert "Authorization: Bearer" in text
+    curl = text[text.index("curl") :]
+    arguments = subprocess.run(
+        ["sh", "-c", curl.replace("curl", 'printf "%s\\n"', 1)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert json.loads(arguments[-1])["model"] == "it's"
+    assert base_url("::1", 1) == "http://[::1]:1"
+
+
+ENGINE = '''
+"""An engine process of the tests: speaks the wire protocol, plays what its mode says."""
+import os, socket, sys, time
+from s2moe.engine import messages as m
+
+mode = os.environ["FAKE_ENGINE"]
+connection = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
+send = lambda message: connection.sendall(m.encode_frame(message))
+send(m.Hello(protocol_version=m.PROTOCOL_VERSION, pid=os.getpid(), engine_version="0", llama_build="b0"))
+reader = m.FrameReader(from_engine=False)
+while True:
+    data = connection.recv(65536)
+    if not data:
+        sys.exit(0)
+    for message in reader.feed(data):
+        if isinstance(message, m.Configure):
+            if mode == "fatal":
+                send(m.Fatal(code="bad_model", message="the model is broken; take another"))
+                sys.exit(1)
+            time.sleep(0.5)
+            send(m.Ready(model=m.ModelInfo(architecture="llama", name="x", quantization="q", size_bytes=1,
+                 n_params=1, n_ctx=512, n_ctx_train=512, n_layer=1, n_vocab=10)))
+        elif isinstance(message, m.Ping):
+            send(m.Pong(nonce=message.nonce, state="idle"))
+        elif isinstance(message, m.Shutdown):
+            sys.exit(0)
+        elif isinstance(message, m.Abort):
+            send(m.Finished(request_id=message.request_id, reason="cancelled"))
+        elif isinstance(message, m.Generate):
+            send(m.Started(request_id=message.request_id, n_prompt_tokens=3))
+            send(m.Step(request_id=message.request_id, content="a"))
+            if mode == "long":
+                continue
+            time.sleep(1)
+            send(m.Step(request_id=message.request_id, content="b"))
+            send(m.Finished(request_id=message.request_id, reason="stop", n_completion_tokens=2))
+'''
+
+RUNNER = """
+import sys
+from s2moe.server import supervisor
+supervisor.ENGINE_COMMAND = (sys.executable, sys.argv.pop(1))
+from s2moe.server.cli import main
+main()
+"""
+
+
+class Process:
+    """`s2moe serve` with the engine above."""
+
+    def __init__(self, tmp_path: Path, mode: str, *arguments: str) -> None:
+        (tmp_path / "engine.py").write_text(ENGINE)
+        (tmp_path / "m.gguf").write_bytes(b"GGUF")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-c", RUNNER, str(tmp_path / "engine.py"), "serve"]
+        self.process = subprocess.Popen(
+            [*command, "--model", str(tmp_path / "m.gguf"), "--port", str(port), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "FAKE_ENGINE": mode},
+        )
+
+    def until(self, status: str) -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/health").json()["status"] == status:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.01)
+        raise AssertionError(f"never {status}")
+
+    def end(self) -> tuple[int, str, str]:
+        out, error = self.process.communicate(timeout=20)
+        return self.process.returncode, out, error
+
+
+BODY = {"stream": True, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def start(tmp_path: Path, mode: str, *arguments: str) -> Process:
+    return Process(tmp_path, mode, *arguments)
+
+
+def test_server_says_loading_then_ready_and_sigterm_lets_the_stream_finish(tmp_path: Path) -> None:
+    server = start(tmp_path, "normal")
+    try:
+        server.until("loading")
+        server.until("ok")
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=BODY, timeout=20) as reply:
+            lines = reply.iter_lines()
+            while '"content":"a"' not in next(lines):
+                pass
+            server.process.send_signal(signal.SIGTERM)
+            server.until("draining")
+            refused = httpx.post(f"{server.url}/v1/chat/completions", json=BODY)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        code, out, error = server.end()
+    finally:
+        server.process.kill()
+    assert code == 0, error
+    assert f"s2moe is ready: {server.url}/v1 serves m" in out
+    assert "Traceback" not in error
+
+
+def test_stream_beyond_the_shutdown_timeout_is_cut_with_an_error_event(tmp_path: Path) -> None:
+    server = start(tmp_path, "long", "--shutdown-timeout", "0.5")
+    try:
+        server.until("ok")
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=BODY, timeout=20) as reply:
+            lines = reply.iter_lines()
+            while '"content":"a"' not in next(lines):
+                pass
+            asked = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line.startswith("data:")]
+        code, _, error = server.end()
+    finally:
+        server.process.kill()
+    assert code == 0, error
+    assert 0.4 < time.monotonic() - asked < 10
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutdown"
+    assert "Traceback" not in error
+
+
+def test_second_signal_does_not_wait(tmp_path: Path) -> None:
+    server = start(tmp_path, "long", "--shutdown-timeout", "600")
+    try:
+        server.until("ok")
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=BODY, timeout=20) as reply:
+            lines = reply.iter_lines()
+            while '"content":"a"' not in next(lines):
+                pass
+            server.process.send_signal(signal.SIGINT)
+            server.until("draining")
+            server.process.send_signal(signal.SIGINT)
+            code, _, error = server.end()
+    finally:
+        server.process.kill()
+    assert code == 0, error
+
+
+def test_engine_that_can_never_load_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    server = start(tmp_path, "fatal")
+    try:
+        code, _, error = server.end()
+    finally:
+        server.process.kill()
+    assert code == 1
+    (line,) = [line for line in error.splitlines() if line.startswith("s2moe: error: ")]
+    assert "the model is broken; take another" in line
+    assert "Traceback" not in error

@@ -1,0 +1,110 @@
+"""/health, /v1/models, /version and the OpenAPI document."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from fake_engine import FakeEngine
+from server_rig import ServerRig
+
+from conftest import StartServer
+from s2moe.server.engine_client import EngineState
+
+
+async def test_health_is_ok_when_requests_are_taken(rig: ServerRig) -> None:
+    for state in (EngineState.READY, EngineState.BUSY):
+        rig.engine.set_state(state)
+        reply = await rig.http.get("/health")
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+    assert (await rig.http.head("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        (EngineState.STARTING, "loading"),
+        (EngineState.LOADING, "loading"),
+        (EngineState.RESTARTING, "restarting"),
+        (EngineState.DEAD, "dead"),
+    ],
+)
+async def test_health_says_why_it_is_not_ok(
+    start_server: StartServer, state: EngineState, status: str
+) -> None:
+    rig = await start_server(FakeEngine(state=state, state_detail="why"))
+    reply = await rig.http.get("/health")
+    assert (reply.status_code, reply.json()) == (503, {"status": status, "reason": "why"})
+    assert int(reply.headers["retry-after"]) >= 1
+
+
+async def test_health_says_draining(rig: ServerRig) -> None:
+    rig.admission.drain()
+    reply = await rig.http.get("/health")
+    assert (reply.status_code, reply.json()["status"]) == (503, "draining")
+
+
+async def test_model_card_describes_the_loaded_model(rig: ServerRig) -> None:
+    body = (await rig.http.get("/v1/models")).json()
+    assert body["object"] == "list"
+    (card,) = body["data"]
+    assert (card["id"], card["object"]) == ("demo", "model")
+    assert card["meta"] == {
+        "n_ctx": 4096,
+        "n_ctx_train": 8192,
+        "n_params": 1_300_000_000,
+        "n_vocab": 49152,
+        "n_layer": 30,
+        "size": 770_000_000,
+        "architecture": "llama",
+        "quantization": "Q4_0",
+        "n_expert": 16,
+        "n_expert_used": 4,
+    }
+    assert (await rig.http.get("/v1/models/demo")).json() == card
+
+
+async def test_model_name_may_hold_a_slash(start_server: StartServer) -> None:
+    rig = await start_server(alias="org/model")
+    assert (await rig.http.get("/v1/models/org/model")).json()["id"] == "org/model"
+
+
+async def test_unknown_model_is_404(rig: ServerRig) -> None:
+    reply = await rig.http.get("/v1/models/other")
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+
+
+async def test_models_are_listed_while_loading(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(state=EngineState.LOADING, model=None))
+    (card,) = (await rig.http.get("/v1/models")).json()["data"]
+    assert (card["id"], card["meta"]) == ("demo", None)
+
+
+async def test_version_names_server_and_engine(rig: ServerRig) -> None:
+    assert (await rig.http.get("/version")).json() == {
+        "version": version("s2moe"),
+        "system_fingerprint": "b1234-abcdef-p1",
+    }
+
+
+async def test_openapi_document_describes_the_chat_request_and_its_errors(rig: ServerRig) -> None:
+    document = (await rig.http.get("/openapi.json")).json()
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+    assert schema["required"] == ["messages"]
+    assert "likeliest" in schema["properties"]["temperature"]["description"]
+    assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= set(operation["responses"])
+    assert "422" not in operation["responses"]
+    assert set(document["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/health",
+        "/metrics",
+        "/version",
+    }
+    text = str(document)
+    for name in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert name in document["components"]["schemas"]
