@@ -2,10 +2,10 @@
 
     .venv/bin/python -m s2moe.bench.decode_speed [--model PATH] [--tokens 128] [--rounds 7]
 
-The opponent is llama-cpp-python's own `Llama` on an unpatched libllama with its released flags (built here when
-missing), in a process of its own; ours is `s2moe serve` read by an HTTP client. Same file, same threads, same
-greedy text. Requests alternate; speed is tokens per second between the first and the last token. Prints medians
-and the ratio of each pair. Needs an idle machine.
+The opponent is llama-cpp-python's own `Llama` on an unpatched libllama with its released flags (built here
+when missing), in a process of its own; ours is `s2moe serve` read by an HTTP client. Same file, same threads,
+same greedy text. Requests alternate; speed is tokens per second between the first and the last token. Prints
+medians and the ratio of each pair. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ for line in sys.stdin:
         if piece:
             times.append(time.monotonic())
             text += piece
-    print(json.dumps({"tokens_per_second": (len(times) - 1) / (times[-1] - times[0]), "text": text}), flush=True)
+    speed = (len(times) - 1) / (times[-1] - times[0])
+    print(json.dumps({"tokens_per_second": speed, "text": text}), flush=True)
 """
 
 

@@ -16,7 +16,8 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from s2moe.server.admission import Admission
 from s2moe.server.app import create_app
 from s2moe.server.metrics import Metrics
 from s2moe.server.serve import make_server, open_socket
-from s2moe.server.settings import Settings
+from s2moe.server.settings import load_settings
 from s2moe.server.supervisor import EngineSupervisor
 
 PROMPT = "Tell me a long story about a river and the people who live beside it."
@@ -40,12 +41,13 @@ class RecordingSupervisor(EngineSupervisor):
 
     sampled_ns: list[int]
 
-    async def generate(self, request: Generate) -> AsyncIterator[GenerationEvent]:
+    async def generate(self, request: Generate) -> AsyncGenerator[GenerationEvent]:
         self.sampled_ns = []
-        async for event in super().generate(request):
-            if isinstance(event, Step) and event.content:
-                self.sampled_ns.append(event.sampled_ns)
-            yield event
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Step) and event.content:
+                    self.sampled_ns.append(event.sampled_ns)
+                yield event
 
 
 class RecordingTransport:
@@ -75,7 +77,7 @@ def recording_protocol(written_ns: list[int]) -> type[HttpToolsProtocol]:
 async def measure(model: Path, n_tokens: int, n_rounds: int) -> list[float]:
     """Returns the overhead of every token in milliseconds; the first round is a warm-up."""
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
-    settings = Settings(port=0)
+    settings = load_settings({"port": 0})
     metrics = Metrics(model=settings.model_alias, queue_capacity=1)
     supervisor = RecordingSupervisor(Configure(model_path=str(model), n_ctx=2048), metrics)
     admission = Admission(supervisor, metrics, capacity=1)

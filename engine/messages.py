@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
 # ── front end → engine ──────────────────────────────────────────────────────────────────────────
 
 
-class Configure(Message, tag=True):
+class Configure(Message, frozen=True, tag=True):
     """Load this model. Sent once, after Hello."""
 
     model_path: str
@@ -58,7 +58,7 @@ class Configure(Message, tag=True):
     log_prompts: bool = False
 
 
-class Sampling(Message, tag=True):
+class Sampling(Message, frozen=True, tag=True):
     """How the next token is chosen. None = the model's recommendation (GGUF `general.sampling.*`), else
     llama.cpp's default."""
 
@@ -77,7 +77,7 @@ class Sampling(Message, tag=True):
     """GBNF grammar that constrains the whole answer."""
 
 
-class Generate(Message, tag=True):
+class Generate(Message, frozen=True, tag=True):
     """Answer a conversation."""
 
     request_id: str
@@ -90,24 +90,24 @@ class Generate(Message, tag=True):
     """Non-empty strings that end the answer; the one that ends first wins and is not returned."""
 
 
-class Abort(Message, tag=True):
+class Abort(Message, frozen=True, tag=True):
     """Stop the named request, whatever it is doing. Ignored unless that request is the running one."""
 
     request_id: str
 
 
-class Ping(Message, tag=True):
+class Ping(Message, frozen=True, tag=True):
     nonce: int
 
 
-class Shutdown(Message, tag=True):
+class Shutdown(Message, frozen=True, tag=True):
     """Finish nothing, free the model, exit 0."""
 
 
 # ── engine → front end ──────────────────────────────────────────────────────────────────────────
 
 
-class Hello(Message, tag=True):
+class Hello(Message, frozen=True, tag=True):
     protocol_version: int
     pid: int
     engine_version: str
@@ -115,7 +115,7 @@ class Hello(Message, tag=True):
     capabilities: list[str] = []
 
 
-class LoadProgress(Message, tag=True):
+class LoadProgress(Message, frozen=True, tag=True):
     phase: str
     """`library`, `model`, `context`, `warmup`."""
     fraction: float
@@ -123,7 +123,7 @@ class LoadProgress(Message, tag=True):
     detail: str = ""
 
 
-class ModelInfo(Message, tag=True):
+class ModelInfo(Message, frozen=True, tag=True):
     architecture: str
     name: str
     quantization: str
@@ -144,12 +144,12 @@ class ModelInfo(Message, tag=True):
     """`b<build>-<commit>` of llama.cpp plus the patch revision."""
 
 
-class Ready(Message, tag=True):
+class Ready(Message, frozen=True, tag=True):
     model: ModelInfo
     load_seconds: float = 0.0
 
 
-class Fatal(Message, tag=True):
+class Fatal(Message, frozen=True, tag=True):
     """The engine cannot start; it exits with a non-zero code after this."""
 
     code: str
@@ -159,7 +159,7 @@ class Fatal(Message, tag=True):
     """False: the same configuration will fail again, so do not restart."""
 
 
-class Started(Message, tag=True):
+class Started(Message, frozen=True, tag=True):
     """The prompt was templated and tokenised; prefill begins."""
 
     request_id: str
@@ -168,13 +168,13 @@ class Started(Message, tag=True):
     """Leading prompt tokens whose KV is reused."""
 
 
-class PrefillProgress(Message, tag=True):
+class PrefillProgress(Message, frozen=True, tag=True):
     request_id: str
     n_done_tokens: int
     """Prompt tokens in the KV cache, cached ones included."""
 
 
-class Step(Message, tag=True):
+class Step(Message, frozen=True, tag=True):
     """Text released by one decode step. Whole UTF-8 characters only, stop strings removed, reasoning split
     off. A step that released no text is not sent, but for the last one, which may only carry n_tokens."""
 
@@ -187,13 +187,13 @@ class Step(Message, tag=True):
     """CLOCK_MONOTONIC at which the native call that gave the last of these tokens returned."""
 
 
-class Timings(Message, tag=True):
+class Timings(Message, frozen=True, tag=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     n_decode_steps: int = 0
 
 
-class Finished(Message, tag=True):
+class Finished(Message, frozen=True, tag=True):
     request_id: str
     reason: str
     """`stop`, `length` or `cancelled`."""
@@ -205,7 +205,7 @@ class Finished(Message, tag=True):
     stop_string: str | None = None
 
 
-class Failed(Message, tag=True):
+class Failed(Message, frozen=True, tag=True):
     """This request failed; the engine goes on."""
 
     request_id: str
@@ -217,7 +217,7 @@ class Failed(Message, tag=True):
     n_ctx: int = 0
 
 
-class Pong(Message, tag=True):
+class Pong(Message, frozen=True, tag=True):
     """Answered by a thread of its own, so it comes during a long decode too."""
 
     nonce: int
@@ -228,7 +228,7 @@ class Pong(Message, tag=True):
     """Time since the last native call returned (0 while idle). Large = hung rather than busy."""
 
 
-class EngineStats(Message, tag=True):
+class EngineStats(Message, frozen=True, tag=True):
     """Increments since the last EngineStats, and gauges as they are now. Sent with each Finished and
     once per second while a request runs."""
 

@@ -6,7 +6,7 @@ scripted fake.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -97,7 +97,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def generate(self, request: Generate) -> AsyncIterator[GenerationEvent]:
+    def generate(self, request: Generate) -> AsyncGenerator[GenerationEvent]:
         """Runs one request and yields its events up to and including Finished or Failed.
 
         At most one generation runs at a time: the caller (`admission.Admission`) guarantees it.

@@ -93,7 +93,7 @@ class Generation:
             return await self._generate()
 
     async def _generate(self) -> None:
-        async with aclosing(self._client.generate(self._request)) as events:  # type: ignore[type-var]
+        async with aclosing(self._client.generate(self._request)) as events:
             async for event in events:
                 if isinstance(event, Failed):
                     raise from_failed(event, generation_began=self.recorder.generation_began)
