@@ -155,7 +155,7 @@ class Generation:
                     reason = "stop"
                     break
                 delta = stream.feed(model.piece(token, special=token in visible_specials))
-                if delta:
+                if delta.content or delta.reasoning:
                     yield self._step(delta, sampled_ns)
                 if stream.stop_string is not None:
                     reason = "stop"
@@ -169,7 +169,7 @@ class Generation:
         finally:
             self.decode_seconds = time.monotonic() - started
         delta = stream.finish()
-        if delta or self._n_unsent_tokens:
+        if delta.content or delta.reasoning or self._n_unsent_tokens:
             yield self._step(delta, sampled_ns)
         yield self._finished(reason, stream.stop_string)
 

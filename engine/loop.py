@@ -200,10 +200,10 @@ class Engine:
         """Sends all events but the last, which it returns."""
         try:
             for event in generation.run():
-                now = self._last_step = time.monotonic()
-                if isinstance(event, wire.Finished | wire.Failed):
+                if isinstance(event, wire.Finished):
                     return event
                 self._channel.send(event)
+                now = self._last_step = time.monotonic()
                 if now >= self._stats_due:
                     self._stats_due = now + STATS_INTERVAL_SECONDS
                     self._send_stats(model, generation, graph_reuses)

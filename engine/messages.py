@@ -274,9 +274,10 @@ def encode_frame(message: ToEngine | FromEngine) -> bytes:
     Raises ProtocolError when the message is longer than MAX_FRAME_BYTES.
     """
     payload = _encoder.encode(message)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"message of {len(payload)} bytes is longer than the limit {MAX_FRAME_BYTES}")
-    return _LENGTH.pack(len(payload)) + payload
+    length = len(payload)
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"message of {length} bytes is longer than the limit {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(length) + payload
 
 
 class FrameReader:
@@ -294,22 +295,34 @@ class FrameReader:
     def feed(self, data: bytes) -> list[ToEngine | FromEngine]:
         """Raises ProtocolError on a frame that is too long or does not decode; the connection is then
         unusable."""
-        self._buffer += data
+        if not self._buffer and len(data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data)
+            if len(data) == _LENGTH.size + length <= MAX_FRAME_BYTES:
+                # one whole frame, as nearly always: a token must not wait for what follows
+                self.frame_bytes = [len(data)]
+                return [self._decode_frame(data[_LENGTH.size :])]
+        if self._buffer:
+            self._buffer += data
+            data = bytes(self._buffer)
+            self._buffer.clear()
         messages: list[ToEngine | FromEngine] = []
         self.frame_bytes = []
         offset = 0
-        while len(self._buffer) - offset >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, offset)
+        while len(data) - offset >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data, offset)
             if length > MAX_FRAME_BYTES:
                 raise ProtocolError(f"frame of {length} bytes is longer than the limit {MAX_FRAME_BYTES}")
             end = offset + _LENGTH.size + length
-            if len(self._buffer) < end:
+            if len(data) < end:
                 break
-            try:
-                messages.append(self._decode(self._buffer[offset + _LENGTH.size : end]))
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"undecodable frame: {error}") from error
+            messages.append(self._decode_frame(data[offset + _LENGTH.size : end]))
             self.frame_bytes.append(end - offset)
             offset = end
-        del self._buffer[:offset]
+        self._buffer += data[offset:]
         return messages
+
+    def _decode_frame(self, payload: bytes) -> ToEngine | FromEngine:
+        try:
+            return self._decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"undecodable frame: {error}") from error

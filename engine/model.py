@@ -92,6 +92,7 @@ class Model:
         self.kv_tokens: list[int] = []
         self._pieces: dict[int, bytes] = {}
         self._special_pieces: dict[int, bytes] = {}
+        self._ends: dict[int, bool] = {}
         on_progress("context", 1.0)
         on_progress("warmup", 0.0)
         self._warm_up()
@@ -253,8 +254,10 @@ class Model:
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the model's turn."""
-        end: bool = self.llama_cpp.llama_vocab_is_eog(self.vocab, token)
-        return end
+        known = self._ends.get(token)
+        if known is None:
+            known = self._ends[token] = bool(self.llama_cpp.llama_vocab_is_eog(self.vocab, token))
+        return known
 
     # KV cache
 

@@ -6,7 +6,7 @@ scripted fake.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -26,7 +26,7 @@ class EngineState(StrEnum):
 
 
 class EngineError(Exception):
-    """Base of what `generate` raises; `message` is fit for the client."""
+    """Base of what `run` raises; `message` is fit for the client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -69,6 +69,9 @@ class EngineObserver(Protocol):
         ...
 
 
+EventSink = Callable[[GenerationEvent], None]
+
+
 class EngineClient(Protocol):
     """One engine. All methods are called on the event loop."""
 
@@ -97,17 +100,18 @@ class EngineClient(Protocol):
         """
         ...
 
-    def generate(self, request: Generate) -> AsyncGenerator[GenerationEvent]:
-        """Runs one request and yields its events up to and including Finished or Failed.
+    async def run(self, request: Generate, sink: EventSink) -> None:
+        """Runs one request: hands each of its events to `sink` as it arrives, returns after the last one,
+        which is Finished or Failed.
 
-        At most one generation runs at a time: the caller (`admission.Admission`) guarantees it.
-        Closing the iterator early (`aclose()`, or cancelling the task that iterates) aborts the request
-        and returns only when the engine is idle again, so that the next request may follow at once.
+        `sink` is called on the event loop, straight from the socket, so that a token passes without a task
+        switch of its own; it must not block or raise.
+
+        At most one request runs at a time: the caller (`admission.Admission`) guarantees it. Cancelling
+        the call aborts the request and returns only when the engine is idle again, so that the next
+        request may follow at once; `sink` gets nothing more from then on.
 
         Raises EngineDiedError when the process ends before the last event, EngineUnavailableError
         when there is no ready engine.
         """
         ...
-
-
-StateListener = Callable[[EngineState], None]

@@ -187,11 +187,10 @@ class Metrics:
             "ipc_messages_total", "Messages exchanged with the engine", "direction"
         )
         self._ipc_bytes = self._counter("ipc_bytes_total", "Bytes exchanged with the engine", "direction")
-        # Both once per token: the children are looked up here instead.
-        self._ipc = {
-            direction: (self._ipc_messages.labels(direction), self._ipc_bytes.labels(direction))
-            for direction in DIRECTIONS
-        }
+        _touch(self._ipc_messages, DIRECTIONS)
+        _touch(self._ipc_bytes, DIRECTIONS)
+        # Once per token: plain numbers here, moved into the counters before a scrape.
+        self._ipc_unseen = {direction: [0, 0] for direction in DIRECTIONS}
 
     def add_route(self, route: str, methods: Iterable[str]) -> None:
         """Creates the series of an HTTP route at zero."""
@@ -205,6 +204,10 @@ class Metrics:
         if model is not None and model is not self._model_shown:
             self._show_model(model)
         self._heartbeat_age.set(heartbeat_age_seconds)
+        for direction, unseen in self._ipc_unseen.items():
+            self._ipc_messages.labels(direction).inc(unseen[0])
+            self._ipc_bytes.labels(direction).inc(unseen[1])
+            unseen[:] = 0, 0
 
     def render(self) -> bytes:
         """The registry in Prometheus text format; a blocking call of some milliseconds."""
@@ -242,9 +245,9 @@ class Metrics:
         self._restarts.labels(reason if reason in RESTART_REASONS else "crash").inc()
 
     def on_message(self, direction: str, n_bytes: int) -> None:
-        messages, size = self._ipc[direction]
-        messages.inc()
-        size.inc(n_bytes)
+        unseen = self._ipc_unseen[direction]
+        unseen[0] += 1
+        unseen[1] += n_bytes
 
     # ── helpers ──
 

@@ -33,6 +33,11 @@ _access_log = logging.getLogger("s2moe.server.access")
 _log = logging.getLogger(__name__)
 
 
+BODY_SEND_KEY = "s2moe.body_send"
+"""Scope key of a `send` for body chunks that are not the last: no layer has anything to do with them, and a
+stream that passes all layers with each token pays for it with each token."""
+
+
 class RequestContext:
     """Gives each request an id, which every answer and every log line carries, and accounts for it."""
 
@@ -59,6 +64,7 @@ class RequestContext:
                 complete = True
             await send(message)
 
+        scope[BODY_SEND_KEY] = send
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:

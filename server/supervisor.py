@@ -2,7 +2,7 @@
 
 One task (`_run`) owns the process: spawn, handshake, heartbeat, wait for its end, reap, backoff, again.
 Messages are handled synchronously where they arrive (`_on_message`), so a token passes from the socket to
-the queue of its request without a task switch of its own.
+the consumer of its request without a task switch of its own.
 
     starting ──Hello──▶ loading ──Ready──▶ ready ◀──Finished/Failed── busy
                                              └───────Generate──────────▲
@@ -18,7 +18,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,6 +52,7 @@ from s2moe.server.engine_client import (
     EngineObserver,
     EngineState,
     EngineUnavailableError,
+    EventSink,
 )
 from s2moe.server.engine_exit import EngineExit, OomKillCounter
 from s2moe.server.engine_process import EngineProcess
@@ -63,6 +64,7 @@ ENGINE_COMMAND: Final = (sys.executable, "-m", "s2moe.engine")
 _OOM_HINT_TICKS: Final = 10
 """An OOM kill counted by the kernel within this many heartbeats before the death is taken as its cause."""
 _REAP_GRACE_SECONDS: Final = 1.0
+_GENERATION_EVENTS: Final = (Step, PrefillProgress, Started, Finished, Failed)
 
 
 @dataclass(frozen=True)
@@ -79,26 +81,18 @@ class SupervisionTimes:
 
 
 class _Generation:
-    """The request that the engine runs, and the events its consumer has not taken yet.
+    """The request that the engine runs, and who takes its events."""
 
-    The queue has no limit of its own: a request's events are bounded by the context length (at most one Step
-    of some 100 bytes per token, one PrefillProgress per batch), while a bounded queue would make the reader
-    stop, and Pong and EOF with it, whenever a client reads slowly.
-    """
-
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, sink: EventSink) -> None:
         self.request_id = request_id
-        self.events: asyncio.Queue[GenerationEvent | EngineDiedError] = asyncio.Queue()
+        self.sink = sink
         self.began = False
         """A Step was seen."""
         self.aborting = False
-        """Nobody reads the events any more."""
+        """Nobody wants the events any more."""
+        self.error: EngineDiedError | None = None
         self.ended = asyncio.Event()
         """The engine has nothing more to do for it: Finished or Failed arrived, or the process is gone."""
-
-    def put(self, event: GenerationEvent | EngineDiedError) -> None:
-        if not self.aborting:
-            self.events.put_nowait(event)
 
 
 class _Run:
@@ -181,27 +175,22 @@ class EngineSupervisor:
             self._raise_if_never_ready()
             await self._state_changed.wait()
 
-    async def generate(self, request: Generate) -> AsyncGenerator[GenerationEvent, None]:
-        """See EngineClient. Use it under `contextlib.aclosing`: a consumer that is cancelled elsewhere than
-        in this iterator would otherwise leave the request running until the iterator is collected.
+    async def run(self, request: Generate, sink: EventSink) -> None:
+        """See EngineClient.
 
-        Raises RuntimeError when another generation is running, EngineError when the request is too long
-        for the wire.
+        Raises RuntimeError when another request is running, EngineError when this one is too long for the
+        wire.
         """
-        generation = await self._begin(request)
+        generation = await self._begin(request, sink)
         try:
-            while True:
-                event = await generation.events.get()
-                if isinstance(event, EngineDiedError):
-                    raise event
-                yield event
-                if isinstance(event, Finished | Failed):
-                    return
+            await generation.ended.wait()
+            if generation.error is not None:
+                raise generation.error
         finally:
             if not generation.ended.is_set():
                 generation.aborting = True
                 # Shielded: a second cancellation interrupts this wait but not the abort, and the next
-                # generate() waits for its end.
+                # run() waits for its end.
                 await asyncio.shield(self._start_helper(self._abort(generation)))
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────
@@ -365,7 +354,17 @@ class EngineSupervisor:
         if run is None:
             return
         self._observer.on_message("from_engine", n_bytes)
-        if isinstance(message, Step | PrefillProgress | Started | Finished | Failed):
+        generation = self._generation
+        if (
+            isinstance(message, Step)
+            and generation is not None
+            and message.request_id == generation.request_id
+        ):
+            # once per token, so first and on the spot
+            if not generation.aborting:
+                generation.sink(message)
+            generation.began = True
+        elif isinstance(message, _GENERATION_EVENTS):
             self._on_generation_event(message)
         elif isinstance(message, Pong):
             self._on_pong(run, message)
@@ -381,9 +380,8 @@ class EngineSupervisor:
                 "dropped %s of request %s, which is not running", type(event).__name__, event.request_id
             )
             return
-        if isinstance(event, Step):
-            generation.began = True
-        generation.put(event)
+        if not generation.aborting:
+            generation.sink(event)
         if isinstance(event, Finished | Failed):
             self._generation = None
             self._set_state(EngineState.READY, "ready")
@@ -433,7 +431,7 @@ class EngineSupervisor:
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
-    async def _begin(self, request: Generate) -> _Generation:
+    async def _begin(self, request: Generate, sink: EventSink) -> _Generation:
         while (running := self._generation) is not None:
             if not running.aborting:
                 raise RuntimeError(f"request {running.request_id} is still running; one at a time")
@@ -446,7 +444,7 @@ class EngineSupervisor:
             self._send(request)
         except ProtocolError as error:
             raise EngineError(f"The request is too long for the engine: {error}.") from error
-        generation = self._generation = _Generation(request.request_id)
+        generation = self._generation = _Generation(request.request_id, sink)
         self._set_state(EngineState.BUSY, f"answering request {request.request_id}")
         return generation
 
@@ -466,7 +464,7 @@ class EngineSupervisor:
     def _fail_generation(self, message: str) -> None:
         generation, self._generation = self._generation, None
         if generation is not None:
-            generation.put(EngineDiedError(message, generation_began=generation.began))
+            generation.error = EngineDiedError(message, generation_began=generation.began)
             generation.ended.set()
 
     def _start_helper(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

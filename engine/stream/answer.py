@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from s2moe.engine.stream.stop import StopFilter
 from s2moe.engine.stream.utf8 import Utf8Gate
 
 
-class Delta(NamedTuple):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """New text of an answer, split by where it belongs."""
 
     content: str = ""
     reasoning: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning)
 
 
 class AnswerParser(Protocol):
@@ -43,6 +42,7 @@ class AnswerStream:
         self._gate = Utf8Gate()
         self._stop = StopFilter(stops)
         self._parser = parser or ContentOnly()
+        self._is_plain = not stops and isinstance(self._parser, ContentOnly)
 
     @property
     def stop_string(self) -> str | None:
@@ -51,7 +51,10 @@ class AnswerStream:
 
     def feed(self, data: bytes) -> Delta:
         """Adds the bytes of one or more tokens; returns what became certain."""
-        text = self._stop.feed(self._gate.feed(data))
+        text = self._gate.feed(data)
+        if self._is_plain:
+            return Delta(text)
+        text = self._stop.feed(text)
         return self._parser.feed(text, final=False) if text else Delta()
 
     def finish(self) -> Delta:

@@ -53,11 +53,13 @@ class ChatChunkEncoder:
 
     def feed(self, step: Step) -> bytes:
         """One event per kind of text in the step; reasoning comes first and never shares a chunk."""
-        data = b""
-        if step.reasoning:
-            text = _json.encode(step.reasoning)
-            # The same text under both names in use: llama.cpp's and vLLM's.
-            data = self._reasoning_prefix + text + b',"reasoning":' + text + self._text_suffix
+        if not step.reasoning:
+            if not step.content:
+                return b""
+            return self._content_prefix + _json.encode(step.content) + self._text_suffix
+        text = _json.encode(step.reasoning)
+        # The same text under both names in use: llama.cpp's and vLLM's.
+        data = self._reasoning_prefix + text + b',"reasoning":' + text + self._text_suffix
         if step.content:
             data += self._content_prefix + _json.encode(step.content) + self._text_suffix
         return data

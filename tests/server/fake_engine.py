@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from s2moe.engine.messages import (
@@ -17,7 +17,7 @@ from s2moe.engine.messages import (
     Step,
     Timings,
 )
-from s2moe.server.engine_client import EngineState, EngineUnavailableError
+from s2moe.server.engine_client import EngineState, EngineUnavailableError, EventSink
 
 MODEL = ModelInfo(
     architecture="llama",
@@ -109,7 +109,7 @@ class FakeEngine:
     completed: list[str] = field(default_factory=list)
     overlaps: int = 0
     unavailable_times: int = 0
-    """So many calls of `generate` find the engine just gone, though it was said to be ready."""
+    """So many calls of `run` find the engine just gone, though it was said to be ready."""
     running: str | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -124,7 +124,7 @@ class FakeEngine:
                 raise EngineUnavailableError("the engine has stopped for good", self.state)
             await self._changed.wait()
 
-    async def generate(self, request: Generate) -> AsyncGenerator[GenerationEvent, None]:
+    async def run(self, request: Generate, sink: EventSink) -> None:
         if self.unavailable_times > 0:
             self.unavailable_times -= 1
             raise EngineUnavailableError("the engine has just gone", EngineState.RESTARTING)
@@ -141,11 +141,11 @@ class FakeEngine:
                 elif isinstance(action, Exception):
                     raise action
                 else:
-                    yield action
+                    sink(action)
                     # The socket would give the event loop a turn, too.
                     await asyncio.sleep(0)
             self.completed.append(text)
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             self.aborted_at[text] = time.monotonic()
             await asyncio.sleep(self.abort_seconds)
             raise

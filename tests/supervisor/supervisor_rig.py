@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -29,6 +29,20 @@ PATIENT = RestartLimits(first_backoff_seconds=0.01, max_backoff_seconds=0.01, ma
 def gone(pid: int) -> bool:
     """Neither running nor a zombie."""
     return not Path(f"/proc/{pid}").exists()
+
+
+async def generate(supervisor: EngineSupervisor, request: Generate) -> AsyncGenerator[GenerationEvent]:
+    """`supervisor.run` as an iterator; closing it, or cancelling who iterates, aborts the request."""
+    events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
+    running = asyncio.create_task(supervisor.run(request, events.put_nowait))
+    running.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 class RecordingObserver:
@@ -132,7 +146,7 @@ class Rig:
         events: list[GenerationEvent] = []
         async with (
             asyncio.timeout(20),
-            aclosing(self.supervisor.generate(self.request(*actions, request_id=request_id))) as stream,
+            aclosing(generate(self.supervisor, self.request(*actions, request_id=request_id))) as stream,
         ):
             async for event in stream:
                 events.append(event)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from supervisor_rig import FAST, MakeRig, Rig
+from supervisor_rig import FAST, MakeRig, Rig, generate
 
 from s2moe.engine.messages import (
     Abort,
@@ -36,7 +36,7 @@ async def test_events_come_in_order_up_to_finished(rig: Rig) -> None:
 
 async def test_state_is_busy_during_a_request_and_ready_with_its_last_event(rig: Rig) -> None:
     states = []
-    async with aclosing(rig.supervisor.generate(rig.request("started", "finish"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "finish"))) as stream:
         async for event in stream:
             if isinstance(event, Finished):
                 await rig.supervisor.wait_ready()  # at once: the engine is idle again
@@ -61,7 +61,7 @@ async def test_frames_cut_anywhere_give_the_same_events(rig: Rig) -> None:
 
 
 async def test_a_second_generation_beside_a_running_one_is_refused(rig: Rig) -> None:
-    async with aclosing(rig.supervisor.generate(rig.request("started", "until-abort"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "until-abort"))) as stream:
         await anext(stream)
         with pytest.raises(RuntimeError, match="one at a time"):
             await rig.run("finish")
@@ -69,7 +69,7 @@ async def test_a_second_generation_beside_a_running_one_is_refused(rig: Rig) -> 
 
 
 async def test_aclose_aborts_and_returns_when_the_engine_is_idle(rig: Rig) -> None:
-    stream = rig.supervisor.generate(rig.request("started", "until-abort:0.1"))
+    stream = generate(rig.supervisor, rig.request("started", "until-abort:0.1"))
     await anext(stream)
     begin = time.monotonic()
     await stream.aclose()
@@ -83,7 +83,7 @@ async def test_cancelling_the_iterating_task_returns_when_the_engine_is_idle(rig
     started = asyncio.Event()
 
     async def consume() -> None:
-        async for _ in rig.supervisor.generate(rig.request("started", "until-abort:0.1")):
+        async for _ in generate(rig.supervisor, rig.request("started", "until-abort:0.1")):
             started.set()
 
     task = asyncio.create_task(consume())
@@ -109,7 +109,7 @@ async def test_a_second_cancellation_ends_the_wait_but_not_the_cleanup(rig: Rig)
     started = asyncio.Event()
 
     async def consume() -> None:
-        async for _ in rig.supervisor.generate(rig.request("started", "until-abort:0.5")):
+        async for _ in generate(rig.supervisor, rig.request("started", "until-abort:0.5")):
             started.set()
 
     task = asyncio.create_task(consume())
@@ -128,7 +128,7 @@ async def test_a_second_cancellation_ends_the_wait_but_not_the_cleanup(rig: Rig)
 
 
 async def test_wait_ready_waits_for_the_end_of_an_abort(rig: Rig) -> None:
-    stream = rig.supervisor.generate(rig.request("started", "until-abort:0.2"))
+    stream = generate(rig.supervisor, rig.request("started", "until-abort:0.2"))
     await anext(stream)
     closing = asyncio.create_task(stream.aclose())
     await asyncio.sleep(0)
@@ -139,7 +139,7 @@ async def test_wait_ready_waits_for_the_end_of_an_abort(rig: Rig) -> None:
 
 
 async def test_events_of_an_aborted_request_never_reach_the_next_one(rig: Rig) -> None:
-    stream = rig.supervisor.generate(rig.request("started", "steps-after-abort:200"))
+    stream = generate(rig.supervisor, rig.request("started", "steps-after-abort:200"))
     await anext(stream)
     await stream.aclose()
     events = await rig.run("step:mine", "finish")
@@ -157,7 +157,7 @@ async def test_an_engine_that_ignores_abort_is_killed_as_hung(make_rig: MakeRig)
     rig = make_rig(times=replace(FAST, abort_timeout_seconds=0.3))
     await rig.supervisor.start()
     await rig.ready()
-    stream = rig.supervisor.generate(rig.request("started", "forever"))
+    stream = generate(rig.supervisor, rig.request("started", "forever"))
     await anext(stream)
     async with asyncio.timeout(5):
         await stream.aclose()
@@ -176,7 +176,7 @@ async def test_death_tells_whether_generation_began(rig: Rig, actions: tuple[str
 
 
 async def test_events_sent_before_the_death_are_delivered_before_the_error(rig: Rig) -> None:
-    async with aclosing(rig.supervisor.generate(rig.request("steps:100", "exit:4"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("steps:100", "exit:4"))) as stream:
         for i in range(100):
             event = await anext(stream)
             assert isinstance(event, Step)
@@ -202,7 +202,7 @@ async def test_generate_without_a_ready_engine_says_why(make_rig: MakeRig) -> No
 async def test_a_slow_consumer_holds_up_neither_pongs_nor_other_events(rig: Rig) -> None:
     n_steps = 20_000
     async with aclosing(
-        rig.supervisor.generate(rig.request("started", f"steps:{n_steps}", "finish"))
+        generate(rig.supervisor, rig.request("started", f"steps:{n_steps}", "finish"))
     ) as stream:
         await anext(stream)
         await rig.observer.until(lambda: rig.supervisor.state is EngineState.READY)
@@ -214,7 +214,7 @@ async def test_a_slow_consumer_holds_up_neither_pongs_nor_other_events(rig: Rig)
 
 
 async def test_a_death_is_seen_while_the_consumer_takes_nothing(rig: Rig) -> None:
-    async with aclosing(rig.supervisor.generate(rig.request("started", "steps:5000", "kill"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "steps:5000", "kill"))) as stream:
         await anext(stream)
         await rig.observer.until(lambda: EngineState.RESTARTING in rig.observer.states)
         for _ in range(5000):
@@ -225,7 +225,7 @@ async def test_a_death_is_seen_while_the_consumer_takes_nothing(rig: Rig) -> Non
 
 async def test_stats_and_message_sizes_reach_the_observer(rig: Rig) -> None:
     request = rig.request("stats:7", "step:x", "finish")
-    async for _ in rig.supervisor.generate(request):
+    async for _ in generate(rig.supervisor, request):
         pass
     assert [stats.generated_tokens for stats in rig.observer.stats] == [7]
     to_engine = rig.observer.n_bytes["to_engine"]

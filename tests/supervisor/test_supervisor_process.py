@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from supervisor_rig import SCRIPTED_ENGINE, Rig, gone
+from supervisor_rig import SCRIPTED_ENGINE, Rig, generate, gone
 
 from s2moe.engine.messages import Finished, Step
 from s2moe.server.engine_client import EngineDiedError
@@ -101,7 +101,7 @@ def test_the_whole_life_works_under_uvloop_too(tmp_path: Path) -> None:
         await rig.supervisor.start()
         await rig.ready()
         assert isinstance((await rig.run("started", "step:x", "finish"))[-1], Finished)
-        stream = rig.supervisor.generate(rig.request("started", "until-abort"))
+        stream = generate(rig.supervisor, rig.request("started", "until-abort"))
         await anext(stream)
         await stream.aclose()
         with pytest.raises(EngineDiedError):

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from supervisor_rig import MakeRig, Rig, gone
+from supervisor_rig import MakeRig, Rig, generate, gone
 
 from s2moe.engine.messages import Finished
 from s2moe.server.engine_client import EngineDiedError, EngineState, EngineUnavailableError
@@ -40,7 +40,7 @@ async def test_start_returns_at_once_and_reports_phases_and_progress(make_rig: M
 async def test_kill_9_during_decode_is_noticed_at_once(rig: Rig) -> None:
     delays = []
     for _ in range(10):
-        async with aclosing(rig.supervisor.generate(rig.request("started", "step:x", "forever"))) as stream:
+        async with aclosing(generate(rig.supervisor, rig.request("started", "step:x", "forever"))) as stream:
             await anext(stream)
             await anext(stream)
             killed_at = time.monotonic()
@@ -73,7 +73,7 @@ async def test_a_queued_waiter_survives_a_restart(rig: Rig) -> None:
         await rig.supervisor.wait_ready()
         return list(await rig.run("step:queued", "finish"))
 
-    async with aclosing(rig.supervisor.generate(rig.request("started", "forever"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "forever"))) as stream:
         await anext(stream)
         waiter = asyncio.create_task(queued())
         await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import time
 from contextlib import aclosing
 
 import pytest
-from supervisor_rig import MakeRig, Rig, gone
+from supervisor_rig import MakeRig, Rig, generate, gone
 
 from s2moe.server.engine_client import EngineDiedError, EngineState, EngineUnavailableError
 from s2moe.server.restart_policy import RestartLimits
@@ -62,7 +62,7 @@ async def test_sigkill_follows_when_sigterm_is_ignored(
 
 
 async def test_stop_ends_a_running_request_with_an_error(rig: Rig) -> None:
-    async with aclosing(rig.supervisor.generate(rig.request("started", "forever"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "forever"))) as stream:
         await anext(stream)
         stopping = asyncio.create_task(rig.supervisor.stop(2))
         with pytest.raises(EngineDiedError, match="stopped before the answer was complete"):
@@ -72,7 +72,7 @@ async def test_stop_ends_a_running_request_with_an_error(rig: Rig) -> None:
 
 
 async def test_stop_wakes_waiters(rig: Rig) -> None:
-    async with aclosing(rig.supervisor.generate(rig.request("started", "forever"))) as stream:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "forever"))) as stream:
         await anext(stream)
         waiter = asyncio.create_task(rig.supervisor.wait_ready())
         await asyncio.sleep(0)
@@ -140,7 +140,7 @@ async def test_a_cancelled_stop_kills_the_engine(make_rig: MakeRig) -> None:
 
 async def test_an_unanswered_abort_does_not_hold_up_stop(rig: Rig) -> None:
     pid = rig.pid
-    stream = rig.supervisor.generate(rig.request("started", "forever"))
+    stream = generate(rig.supervisor, rig.request("started", "forever"))
     await anext(stream)
     closing = asyncio.create_task(stream.aclose())
     await asyncio.sleep(0)
