@@ -1,17 +1,17 @@
+"""A server on a fake engine."""
+
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from server_rig import ServerRig
+from server_rig import ServerRig, StartServer
 
 from s2moe.server.settings import Settings
-
-StartServer = Callable[..., Awaitable[ServerRig]]
 
 
 @pytest.fixture(autouse=True)

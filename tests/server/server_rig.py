@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -126,3 +126,6 @@ def events_of(text: str) -> list[str]:
 def chunks_of(text: str) -> list[dict[str, Any]]:
     """The JSON events, without [DONE]."""
     return [json.loads(data) for data in events_of(text) if data != "[DONE]"]
+
+
+StartServer = Callable[..., Awaitable[ServerRig]]

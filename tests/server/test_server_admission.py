@@ -18,10 +18,9 @@ from fake_engine import (
     step,
     until,
 )
-from server_rig import chat
+from server_rig import StartServer, chat
 from test_server_errors import assert_error
 
-from conftest import StartServer
 from s2moe.server.engine_client import EngineState
 
 

@@ -19,9 +19,7 @@ from fake_engine import (
     started,
     step,
 )
-from server_rig import chat
-
-from conftest import StartServer
+from server_rig import StartServer, chat
 
 LIMIT_SECONDS = 0.1
 CI_SLACK = 5

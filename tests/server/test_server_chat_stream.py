@@ -7,9 +7,7 @@ import json
 from typing import Any
 
 from fake_engine import FakeEngine, finished, started, step
-from server_rig import CHAT, ServerRig, chat, chunks_of, events_of
-
-from conftest import StartServer
+from server_rig import CHAT, ServerRig, StartServer, chat, chunks_of, events_of
 
 USAGE = {"include_usage": True}
 

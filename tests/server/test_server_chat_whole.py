@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from fake_engine import FakeEngine, finished, started, step
-from server_rig import ServerRig, chat
-
-from conftest import StartServer
+from server_rig import ServerRig, StartServer, chat
 
 
 async def test_answer_has_the_openai_shape(rig: ServerRig) -> None:

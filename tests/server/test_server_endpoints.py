@@ -6,9 +6,8 @@ from importlib.metadata import version
 
 import pytest
 from fake_engine import FakeEngine
-from server_rig import ServerRig
+from server_rig import ServerRig, StartServer
 
-from conftest import StartServer
 from s2moe.server.engine_client import EngineState
 
 

@@ -6,10 +6,9 @@ import asyncio
 import json
 
 from fake_engine import Action, FakeEngine, Generate, hello, last_text, started, step
-from server_rig import chat, events_of
+from server_rig import StartServer, chat, events_of
 from test_server_errors import assert_error
 
-from conftest import StartServer
 from s2moe.server.engine_client import EngineDiedError, EngineState
 
 GONE = "The engine process ended unexpectedly."

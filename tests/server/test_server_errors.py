@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine, started, step
-from server_rig import CHAT, ServerRig, chat, events_of
+from server_rig import CHAT, ServerRig, StartServer, chat, events_of
 
-from conftest import StartServer
 from s2moe.engine.messages import Failed, Finished
 
 

@@ -7,9 +7,8 @@ import re
 import pytest
 from fake_engine import MODEL, FakeEngine, finished, started, step
 from prometheus_client.parser import text_string_to_metric_families
-from server_rig import CHAT, ServerRig, chat
+from server_rig import CHAT, ServerRig, StartServer, chat
 
-from conftest import StartServer
 from s2moe.engine.messages import EngineStats, Failed
 from s2moe.server import metrics as names
 from s2moe.server.engine_client import EngineState

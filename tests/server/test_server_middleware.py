@@ -7,9 +7,8 @@ import logging
 
 import pytest
 from fake_engine import FakeEngine, endless
-from server_rig import CHAT, ServerRig, chat
+from server_rig import CHAT, ServerRig, StartServer, chat
 
-from conftest import StartServer
 from s2moe.server.logs import JsonFormatter, TextFormatter, configure_logging
 
 KEY = "secret-key"

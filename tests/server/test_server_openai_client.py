@@ -9,9 +9,8 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import Action, FakeEngine, Generate, endless, finished, hello, started, step
-from server_rig import ServerRig
+from server_rig import ServerRig, StartServer
 
-from conftest import StartServer
 from s2moe.engine.messages import Failed
 from s2moe.server.engine_client import EngineDiedError
 

@@ -6,10 +6,9 @@ import asyncio
 import json
 
 from fake_engine import FakeEngine, endless, endless_prefill, finished, started, step
-from server_rig import chat, events_of
+from server_rig import StartServer, chat, events_of
 from test_server_errors import assert_error
 
-from conftest import StartServer
 from s2moe.server.engine_client import EngineState
 from s2moe.server.serve import shut_down_requests
 
