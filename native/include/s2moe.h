@@ -13,6 +13,7 @@
  *   Ownership  s2moe_X_create() gives an object to the caller, who hands it back with s2moe_X_free().
  *              s2moe_X_free(NULL) does nothing. Strings returned through a `char **` belong to the caller:
  *              s2moe_string_free(). Arguments are only read during the call, unless said otherwise.
+ *   Pointers   must not be NULL unless the function allows it; that is not checked.
  *   Threads    A llama_context and everything made from it is used by one thread at a time. The functions
  *              marked [any thread] may run beside a decode.
  *   Text       is UTF-8 and NUL-terminated unless a length is given. JSON goes in and out as text.
@@ -132,7 +133,8 @@ S2MOE_API int64_t s2moe_n_graph_reuses(const struct llama_context * ctx);
  *   position    of tokens[0]; the cache must hold exactly the positions 0 .. position-1 of sequence 0
  *   all_logits  false: only the last token's logits are computed (index -1 or n_tokens-1 in llama_get_logits_ith)
  *
- * On any error the cache holds what it held before. Errors: S2MOE_ERROR_INVALID, S2MOE_ERROR_ABORTED,
+ * On any error the cache holds what it held before; a recurrent state, which cannot be rolled back, must then be
+ * cleared by the caller. Errors: S2MOE_ERROR_INVALID, S2MOE_ERROR_ABORTED,
  * S2MOE_ERROR_CONTEXT_FULL, S2MOE_ERROR_NO_MEMORY, S2MOE_ERROR_INTERNAL.
  */
 S2MOE_API int32_t
@@ -163,7 +165,7 @@ typedef struct s2moe_sampler s2moe_sampler;
  *   params_json  a JSON object; every key is optional. An absent key takes the model's recommendation (GGUF
  *                general.sampling.*), else llama.cpp's default:
  *                  "temperature"        float >= 0; 0 = the most probable token
- *                  "top_p"              0 < float <= 1; 1 = off
+ *                  "top_p"              0 <= float <= 1; 1 = off, 0 = the most probable token
  *                  "top_k"              int >= 0; 0 = off
  *                  "min_p"              0 <= float <= 1; 0 = off
  *                  "seed"               0 <= int < 2^32; absent = random
@@ -171,7 +173,7 @@ typedef struct s2moe_sampler s2moe_sampler;
  *                  "repeat_penalty"     float > 0; 1 = off
  *                  "repeat_last_n"      int >= 0: tokens that the penalties look back
  *                  "logit_bias"         array of [token, bias]
- *                  "grammar"            GBNF text
+ *                  "grammar"            GBNF text, at most 64 KiB, groups nested at most 200 deep
  *                  "grammar_lazy", "grammar_triggers", "preserved_tokens", "generation_prompt"
  *                                       as s2moe_chat_apply() returned them, to go with its grammar
  *
@@ -221,7 +223,8 @@ S2MOE_API void s2moe_chat_free(s2moe_chat * chat);
  *
  *   request_json  { "messages": [ OpenAI chat messages ], "add_generation_prompt": bool (default true),
  *                   "enable_thinking": bool (default true) }
- *   result_json   receives { "prompt": text to tokenize with special tokens and without adding BOS/EOS,
+ *   result_json   receives { "prompt": text to tokenize with special tokens parsed; a BOS that the vocabulary adds by
+                             itself is not in it, so let the tokenizer add it,
  *                   "format": how the answer is written; "content-only" needs no parser,
  *                   "stops": [ texts that end the answer beside the request's own ],
  *                   "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens",

@@ -134,6 +134,11 @@ const int32_t * llama_moe_get_recorded(llama_context * ctx, int32_t * n_layer, i
     return readback.get();
 }
 
+void llama_moe_forget_recorded(llama_context * ctx) {
+    ctx->synchronize(); // copies may still be under way
+    llama_moe_access::readback(*ctx).begin(false, 0, 0, 0);
+}
+
 int32_t llama_moe_get_n_graph_reuses(const llama_context * ctx) {
     return llama_moe_access::n_reused(*ctx);
 }

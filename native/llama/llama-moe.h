@@ -26,6 +26,9 @@ LLAMA_API void llama_moe_set_record(struct llama_context * ctx, bool record);
 LLAMA_API const int32_t *
 llama_moe_get_recorded(struct llama_context * ctx, int32_t * n_layer, int32_t * n_tokens, int32_t * k);
 
+// Makes llama_moe_get_recorded return NULL until the next decode.
+LLAMA_API void llama_moe_forget_recorded(struct llama_context * ctx);
+
 // Times a decode of ctx reused the previous graph instead of building one, since the context was created.
 LLAMA_API int32_t llama_moe_get_n_graph_reuses(const struct llama_context * ctx);
 

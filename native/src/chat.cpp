@@ -9,6 +9,7 @@
 #include "error.h"
 #include "json.h"
 #include "llama.h"
+#include "log.h"
 #include "s2moe.h"
 
 using s2moe::failure;
@@ -70,6 +71,7 @@ common_chat_templates_inputs read_request(const common_json & request) {
 s2moe_chat * s2moe_chat_create(const llama_model * model, const char * template_override) {
     std::unique_ptr<s2moe_chat> chat;
     s2moe::guard(S2MOE_ERROR_TEMPLATE, [&] {
+        common_log_set_verbosity_thold(LOG_LEVEL_ERROR); // its warnings quote answers
         auto made = std::make_unique<s2moe_chat>();
         made->templates = common_chat_templates_init(model, template_override == nullptr ? "" : template_override);
         chat = std::move(made);
@@ -125,10 +127,13 @@ int32_t s2moe_answer_feed(s2moe_answer * answer, const char * text, size_t n_byt
         try {
             message = common_chat_parse(answer->text, !final, answer->params);
         } catch (const std::exception &) {
-            if (final) {
-                throw;
-            }
             message = answer->message; // not decidable yet: more text will tell
+            if (final) {
+                // not what the template promises: all of it counts as content, behind what was already given out
+                const std::string & given = answer->message.content;
+                message.content =
+                    answer->text.compare(0, given.size(), given) == 0 ? answer->text : given + answer->text;
+            }
         }
         std::string content;
         std::string reasoning;

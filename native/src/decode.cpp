@@ -1,65 +1,98 @@
 #include <atomic>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "error.h"
+#include "llama-moe.h"
 #include "llama.h"
 #include "s2moe.h"
 
-using s2moe::fail;
+using s2moe::failure;
 
-int32_t s2moe_decode(llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position, bool all_logits) {
+namespace {
+
+void check_arguments(llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position) {
     const auto n_max = static_cast<int32_t>(llama_n_ubatch(ctx));
     if (tokens == nullptr || n_tokens < 1 || n_tokens > n_max || position < 0) {
-        return fail(S2MOE_ERROR_INVALID,
-                    "n_tokens is " + std::to_string(n_tokens) + " at position " + std::to_string(position) +
-                        ", allowed are 1 to " + std::to_string(n_max) + " tokens from position 0 on");
+        throw failure(S2MOE_ERROR_INVALID,
+                      "n_tokens is " + std::to_string(n_tokens) + " at position " + std::to_string(position) +
+                          ", allowed are 1 to " + std::to_string(n_max) + " tokens from position 0 on");
     }
     const auto n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
     for (int32_t i = 0; i < n_tokens; ++i) {
         if (tokens[i] < 0 || tokens[i] >= n_vocab) {
-            return fail(S2MOE_ERROR_INVALID, "token " + std::to_string(tokens[i]) + " is not in the vocabulary");
+            throw failure(S2MOE_ERROR_INVALID, "token " + std::to_string(tokens[i]) + " is not in the vocabulary");
         }
     }
-    llama_memory_t memory = llama_get_memory(ctx);
-    if (llama_memory_seq_pos_max(memory, 0) != position - 1) {
-        return fail(S2MOE_ERROR_INVALID,
-                    "the KV cache ends at position " + std::to_string(llama_memory_seq_pos_max(memory, 0)) +
-                        ", not at " + std::to_string(position - 1));
+    const llama_pos last = llama_memory_seq_pos_max(llama_get_memory(ctx), 0);
+    if (last != position - 1) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      "the KV cache ends at position " + std::to_string(last) + ", not at " +
+                          std::to_string(position - 1));
     }
-    std::unique_ptr<llama_batch, void (*)(llama_batch *)> batch(new llama_batch(llama_batch_init(n_tokens, 0, 1)),
-                                                                [](llama_batch * b) {
-                                                                    llama_batch_free(*b);
-                                                                    delete b;
-                                                                });
-    batch->n_tokens = n_tokens;
-    for (int32_t i = 0; i < n_tokens; ++i) {
-        batch->token[i] = tokens[i];
-        batch->pos[i] = position + i;
-        batch->n_seq_id[i] = 1;
-        batch->seq_id[i][0] = 0;
-        batch->logits[i] = all_logits || i == n_tokens - 1;
+}
+
+// The arrays of one llama_batch for sequence 0.
+struct batch_arrays {
+    std::vector<llama_token> tokens;
+    std::vector<llama_pos> positions;
+    std::vector<int32_t> n_seq_ids;
+    llama_seq_id seq_id = 0;
+    std::vector<llama_seq_id *> seq_ids;
+    std::vector<int8_t> logits;
+
+    batch_arrays(const int32_t * ids, int32_t n, int32_t position, bool all_logits)
+        : tokens(ids, ids + n), positions(n), n_seq_ids(n, 1), seq_ids(n, &seq_id), logits(n, all_logits) {
+        for (int32_t i = 0; i < n; ++i) {
+            positions[i] = position + i;
+        }
+        logits.back() = true;
     }
-    int32_t result = 0;
-    const int32_t status = s2moe::guard(S2MOE_ERROR_INTERNAL, [&] { result = llama_decode(ctx, *batch); });
-    if (status == S2MOE_OK && result == 0) {
-        return S2MOE_OK;
+
+    llama_batch view() {
+        return {static_cast<int32_t>(tokens.size()),
+                tokens.data(),
+                nullptr,
+                positions.data(),
+                n_seq_ids.data(),
+                seq_ids.data(),
+                logits.data()};
     }
-    llama_memory_seq_rm(memory, 0, position, -1); // whatever part of it got in
+};
+
+[[noreturn]] void throw_decode_failure(int32_t result, int32_t n_tokens) {
     switch (result) {
-    case 0:
-        return status;
     case 1:
-        return fail(S2MOE_ERROR_CONTEXT_FULL,
-                    "no room in the KV cache for " + std::to_string(n_tokens) + " more tokens");
+        throw failure(S2MOE_ERROR_CONTEXT_FULL,
+                      "no room in the KV cache for " + std::to_string(n_tokens) + " more tokens");
     case 2:
-        return fail(S2MOE_ERROR_ABORTED, "aborted");
+        throw failure(S2MOE_ERROR_ABORTED, "aborted");
     case -2:
-        return fail(S2MOE_ERROR_NO_MEMORY, "out of memory for the compute buffers");
+        throw failure(S2MOE_ERROR_NO_MEMORY, "out of memory for the compute buffers");
     default:
-        return fail(S2MOE_ERROR_INTERNAL, "llama_decode failed with code " + std::to_string(result));
+        throw failure(S2MOE_ERROR_INTERNAL, "llama_decode failed with code " + std::to_string(result));
     }
+}
+
+} // namespace
+
+int32_t s2moe_decode(llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position, bool all_logits) {
+    return s2moe::guard(S2MOE_ERROR_INTERNAL, [&] {
+        llama_moe_forget_recorded(ctx);
+        check_arguments(ctx, tokens, n_tokens, position);
+        batch_arrays arrays(tokens, n_tokens, position, all_logits);
+        int32_t result = -3;
+        try {
+            result = llama_decode(ctx, arrays.view());
+        } catch (...) {
+            llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1);
+            throw;
+        }
+        if (result != 0) {
+            llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1); // whatever part of it got in
+            throw_decode_failure(result, n_tokens);
+        }
+    });
 }
 
 struct s2moe_abort {

@@ -1,5 +1,8 @@
 // Thin, checked wrappers around the functions that the patch adds to libllama.
 
+#include <algorithm>
+#include <string>
+
 #include "error.h"
 #include "llama-moe.h"
 #include "llama.h"
@@ -53,12 +56,16 @@ int32_t s2moe_set_router_recording(llama_context * ctx, bool record) {
 }
 
 int32_t s2moe_router_ids(llama_context * ctx, const int32_t ** ids, int32_t shape[3]) {
-    const int32_t * recorded = llama_moe_get_recorded(ctx, &shape[0], &shape[1], &shape[2]);
-    if (recorded == nullptr) {
-        return fail(S2MOE_ERROR_INVALID, "the last decode recorded no router ids");
-    }
-    *ids = recorded;
-    return S2MOE_OK;
+    return s2moe::guard(S2MOE_ERROR_INTERNAL, [&] {
+        int32_t recorded_shape[3] = {};
+        const int32_t * recorded =
+            llama_moe_get_recorded(ctx, &recorded_shape[0], &recorded_shape[1], &recorded_shape[2]);
+        if (recorded == nullptr) {
+            throw s2moe::failure(S2MOE_ERROR_INVALID, "the last decode recorded no router ids");
+        }
+        std::copy_n(recorded_shape, 3, shape);
+        *ids = recorded;
+    });
 }
 
 int64_t s2moe_n_graph_reuses(const llama_context * ctx) {

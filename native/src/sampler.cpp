@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "common.h"
 #include "error.h"
@@ -32,7 +33,7 @@ std::optional<double> number(const common_json & params, const char * key) {
     if (!params.at(key).is_number()) {
         reject(key, "a number");
     }
-    const double value = params.at(key).get<double>();
+    const auto value = params.at(key).get<double>();
     if (!std::isfinite(value)) {
         reject(key, "finite");
     }
@@ -62,6 +63,9 @@ template <typename T> T choose(const llama_model * model, const common_json & pa
     if (const auto value = number(params, f.key)) {
         if (*value < f.minimum || *value > f.maximum) {
             reject(f.key, f.allowed);
+        }
+        if (std::is_integral_v<T> && *value != std::floor(*value)) {
+            reject(f.key, "a whole number");
         }
         return static_cast<T>(*value);
     }
@@ -107,11 +111,37 @@ void read_logit_bias(const llama_vocab * vocab, const common_json & params, comm
     }
 }
 
+constexpr size_t grammar_bytes_max = 64 * 1024;
+constexpr int grammar_depth_max = 200;
+
+// llama.cpp parses groups by recursion and expands repetitions, so both must be bounded before it sees them.
+void check_grammar(const llama_vocab * vocab, const std::string & grammar) {
+    if (grammar.size() > grammar_bytes_max) {
+        throw failure(S2MOE_ERROR_GRAMMAR,
+                      "the grammar is longer than " + std::to_string(grammar_bytes_max) + " bytes");
+    }
+    int depth = 0;
+    for (const char c : grammar) {
+        depth += c == '(' ? 1 : c == ')' ? -1 : 0;
+        if (depth > grammar_depth_max) {
+            throw failure(S2MOE_ERROR_GRAMMAR,
+                          "the grammar nests more than " + std::to_string(grammar_depth_max) + " groups");
+        }
+    }
+    // common_sampler_init() would leak its chain over a grammar that does not parse
+    llama_sampler * parsed = llama_sampler_init_grammar(vocab, grammar.c_str(), "root");
+    if (parsed == nullptr) {
+        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar does not parse, or has no rule `root`");
+    }
+    llama_sampler_free(parsed);
+}
+
 void read_grammar(const llama_vocab * vocab, const common_json & params, common_params_sampling & out) {
     const std::string grammar = text(params, "grammar");
     if (grammar.empty()) {
         return;
     }
+    check_grammar(vocab, grammar);
     out.grammar = common_grammar(COMMON_GRAMMAR_TYPE_USER, grammar);
     out.grammar_lazy = params.value("grammar_lazy", false);
     out.generation_prompt = text(params, "generation_prompt");
@@ -135,7 +165,7 @@ common_params_sampling read_params(const llama_model * model, const common_json 
         throw failure(S2MOE_ERROR_INVALID, "sampling parameters must be a JSON object");
     }
     constexpr double big = 1e6;
-    constexpr double tokens_max = 1 << 30;
+    constexpr double tokens_max = 2147483647.0;
     const llama_vocab * vocab = llama_model_get_vocab(model);
     common_params_sampling out;
     out.temp = choose(
@@ -162,6 +192,9 @@ common_params_sampling read_params(const llama_model * model, const common_json 
                out.penalty_last_n);
     out.seed =
         choose(model, params, {"seed", 0, 4294967295.0, "between 0 and 4294967295", std::nullopt}, LLAMA_DEFAULT_SEED);
+    if (number(params, "seed") && out.seed == LLAMA_DEFAULT_SEED) {
+        out.seed = LLAMA_DEFAULT_SEED - 1; // llama.cpp takes that value for "random"
+    }
     out.n_prev = std::max(out.n_prev, out.penalty_last_n);
     out.no_perf = true;
     read_logit_bias(vocab, params, out);

@@ -29,11 +29,13 @@ void test_switching_is_exact(const test_model & m, int32_t k) {
         fresh.push_back(evaluate(other, tokens));
     }
     CHECK(fresh.front() != fresh.back());
-    for (const int32_t n : {k, 1, 1, k, 1, k, k}) {
+    const int64_t reuses = s2moe_n_graph_reuses(m.ctx.get());
+    for (const int32_t n : {k, 1, 1, 1, k, 1, k, k, k}) {
         CHECK(s2moe_set_n_expert_used(m.ctx.get(), n) == S2MOE_OK);
         CHECK(s2moe_n_expert_used(m.ctx.get()) == n);
         CHECK(evaluate(m, tokens) == fresh[n - 1]);
     }
+    CHECK(s2moe_n_graph_reuses(m.ctx.get()) > reuses); // where the setting stayed, the graph did too
     CHECK(s2moe_set_n_expert_used(m.ctx.get(), 0) == S2MOE_OK);
     CHECK(s2moe_n_expert_used(m.ctx.get()) == k);
     CHECK(evaluate(m, tokens) == fresh[k - 1]);
@@ -103,6 +105,9 @@ void test_recording(const test_model & m, const s2moe_moe_info & info) {
 
     // a failed decode leaves nothing to read
     CHECK(s2moe_decode(m.ctx.get(), tokens.data(), 5, 99, false) == S2MOE_ERROR_INVALID);
+    int32_t untouched[3] = {7, 7, 7};
+    CHECK(s2moe_router_ids(m.ctx.get(), &ids, untouched) == S2MOE_ERROR_INVALID);
+    CHECK(untouched[0] == 7 && untouched[1] == 7 && untouched[2] == 7);
     CHECK(s2moe_set_router_recording(m.ctx.get(), false) == S2MOE_OK);
 }
 

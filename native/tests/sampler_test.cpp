@@ -40,7 +40,13 @@ void test_parameters_are_checked(const test_model & m) {
     }
     CHECK(status_of(m, R"({"logit_bias": [[-1, 1]]})") == S2MOE_ERROR_INVALID);
     CHECK(status_of(m, R"({"logit_bias": [[1]]})") == S2MOE_ERROR_INVALID);
+    CHECK(status_of(m, R"({"top_k": 1.5})") == S2MOE_ERROR_INVALID);
+    CHECK(status_of(m, R"({"top_k": 2147483647})") == S2MOE_OK);
     CHECK(status_of(m, R"({"grammar": "root ::= ("})") == S2MOE_ERROR_GRAMMAR);
+    for (const size_t n : {250, 30000, 60000, 1000000}) { // deep enough to end llama.cpp's parser by a stack overflow
+        const std::string deep = std::string(n, '(') + "\\\"a\\\"" + std::string(n, ')');
+        CHECK(status_of(m, ("{\"grammar\": \"root ::= " + deep + "\"}").c_str()) == S2MOE_ERROR_GRAMMAR);
+    }
     CHECK(status_of(m, R"({"grammar": "start ::= \"a\""})") == S2MOE_ERROR_GRAMMAR);
 }
 
@@ -66,6 +72,9 @@ void test_choices(const test_model & m) {
 
     s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967294})", nullptr);
     CHECK(s2moe_sampler_seed(sampler) == 4294967294u);
+    s2moe_sampler_free(sampler);
+    sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967295})", nullptr);
+    CHECK(s2moe_sampler_seed(sampler) == 4294967294u); // never "random" when a seed was given
     int32_t token = 0;
     CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), 0, &token) == S2MOE_ERROR_INVALID);
     const int32_t outside = m.n_vocab();

@@ -30,6 +30,9 @@ def test_cpp(name: str, random_model: Callable[[str], Path]) -> None:
 
 def test_every_cpp_test_is_run_here() -> None:
     listing = subprocess.run(
-        ["ctest", "--test-dir", str(BUILD_DIR), "-N"], capture_output=True, text=True, check=True
+        ["ctest", "--test-dir", str(BUILD_DIR), "-N", "-E", "-(asan|tsan)$"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert "Total Tests: 5" in listing
