@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from s2moe.engine.loop import Channel, Engine
-from s2moe.engine.native import Library, LibraryNotFoundError, NativeError
+from s2moe.engine.native import Library, LibraryNotFoundError
 
 PR_SET_PDEATHSIG = 1
 
@@ -44,7 +44,7 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=arguments.fd))
     try:
         source = Library().build_info()["source"]
-    except (LibraryNotFoundError, NativeError, OSError):
+    except LibraryNotFoundError:
         source = "unknown"  # loading the model reports why
     return Engine(channel, llama_build=source, version=_package_version()).run()
 

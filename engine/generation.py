@@ -48,25 +48,60 @@ class Generation:
         Raises RequestError when the request cannot be answered. The KV cache is consistent at every yield and
         after every exception.
         """
-        chat = self._apply_template()
-        prompt = self._tokenize_prompt(chat)
-        sampler = self._create_sampler()
-        parser = self._create_parser(chat)
         try:
-            stream = AnswerStream([*self._request.stop, *chat["stops"]], parser)
-            yield from self._prefill(prompt)
-            sampler.accept_prompt(prompt)
-            yield from self._decode(sampler, stream, self._visible_specials(chat))
+            chat = self._apply_template()
+            self._check_abort()
+            prompt = self._tokenize_prompt(chat)
+            self._check_abort()
+            yield from self._answer(chat, prompt)
         except RequestAbortedError:
             yield self._finished("cancelled", None)
+
+    def _answer(self, chat: dict[str, Any], prompt: list[int]) -> Iterator[GenerationEvent]:
+        sampler = self._create_sampler()
+        try:
+            parser = self._create_parser(chat)
+            try:
+                stream = AnswerStream([*self._request.stop, *chat["stops"]], parser)
+                yield from self._prefill(prompt)
+                sampler.accept_prompt(prompt)
+                yield from self._decode(sampler, stream, self._visible_specials(chat))
+            finally:
+                if isinstance(parser, NativeAnswerParser):
+                    parser.close()
         finally:
             sampler.close()
-            if isinstance(parser, NativeAnswerParser):
-                parser.close()
 
     # preparation
 
+    def _check_abort(self) -> None:
+        """Between steps that a native abort cannot reach."""
+        if self._model.abort.requested:
+            raise RequestAbortedError
+
+    def _check_length(self, n_prompt_tokens: int, *, at_least: bool = False) -> None:
+        n_ctx = self._model.n_ctx
+        if n_prompt_tokens < n_ctx:
+            return
+        count = f"at least {n_prompt_tokens}" if at_least else str(n_prompt_tokens)
+        raise RequestError(
+            "context_length_exceeded",
+            f"This model's maximum context length is {n_ctx} tokens, but the messages have {count} "
+            "tokens and leave no room for an answer. Shorten them or serve with a larger --ctx-size.",
+            param="messages",
+            n_prompt_tokens=n_prompt_tokens,
+            n_ctx=n_ctx,
+        )
+
     def _apply_template(self) -> dict[str, Any]:
+        try:
+            messages = json.loads(self._request.messages_json)
+            n_bytes = sum(len(message["content"].encode()) for message in messages)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RequestError(
+                "invalid_value", "messages are not a list of chat messages with text", param="messages"
+            ) from error
+        self._check_length(self._model.min_token_count(n_bytes), at_least=True)
         request = b'{"messages":%b}' % self._request.messages_json
         try:
             self._chat_json = self._model.chat_template.apply(request)
@@ -81,29 +116,23 @@ class Generation:
     def _tokenize_prompt(self, chat: dict[str, Any]) -> list[int]:
         prompt = self._model.tokenize(chat["prompt"])
         self.n_prompt_tokens = len(prompt)
-        n_ctx = self._model.n_ctx
         if not prompt:
             raise RequestError("invalid_value", "the prompt has no tokens", param="messages")
-        if len(prompt) >= n_ctx:
-            raise RequestError(
-                "context_length_exceeded",
-                f"This model's maximum context length is {n_ctx} tokens, but the messages have {len(prompt)} "
-                "tokens and leave no room for an answer. Shorten them or serve with a larger --ctx-size.",
-                param="messages",
-                n_prompt_tokens=len(prompt),
-                n_ctx=n_ctx,
-            )
+        self._check_length(len(prompt))
         return prompt
 
     def _create_sampler(self) -> Sampler:
+        params = sampling_params(self._request.sampling)
         try:
-            return Sampler(self._model.library, self._model.handle, sampling_params(self._request.sampling))
+            return Sampler(self._model.library, self._model.handle, params)
         except NativeError as error:
             if error.status == Status.GRAMMAR:
-                raise RequestError(
-                    "invalid_grammar", f"grammar does not parse: {error.message}", param="grammar"
-                ) from error
-            raise RequestError("invalid_value", error.message, param=error.message.split(" ")[0]) from error
+                raise RequestError("invalid_grammar", error.message, param="grammar") from error
+            # libs2moe begins its message with the key that it rejects
+            key = error.message.partition(" ")[0]
+            param = key if key in params else None
+            code = "insufficient_memory" if error.status == Status.NO_MEMORY else "invalid_value"
+            raise RequestError(code, error.message, param=param) from error
 
     def _create_parser(self, chat: dict[str, Any]) -> NativeAnswerParser | ContentOnly:
         if chat["format"] == CONTENT_ONLY:
@@ -112,8 +141,8 @@ class Generation:
 
     def _visible_specials(self, chat: dict[str, Any]) -> frozenset[int]:
         """Control tokens whose text the parser needs to see."""
-        ids = (self._model.tokenize(text) for text in chat["preserved_tokens"])
-        return frozenset(tokens[-1] for tokens in ids if tokens)
+        ids = (self._model.control_token(text) for text in chat["preserved_tokens"])
+        return frozenset(token for token in ids if token is not None)
 
     # the two phases
 
@@ -177,6 +206,9 @@ class Generation:
         try:
             return sampler.sample(self._model.context)
         except NativeError as error:
+            if self._request.sampling.grammar:
+                message = f"the grammar allows no further token: {error.message}"
+                raise RequestError("invalid_grammar", message, param="grammar") from error
             raise RequestError("internal", f"sampling failed: {error.message}") from error
 
     # events

@@ -170,6 +170,7 @@ class Engine:
         with self._lock:
             self._model = model
         self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started))
+        self._channel.send(wire.EngineStats(kv_cache_capacity_tokens=model.n_ctx, rss_bytes=resident_bytes()))
         return model
 
     def _generate(self, model: Model, request: wire.Generate) -> None:

@@ -55,7 +55,6 @@ class Configure(Message, frozen=True, tag=True):
     device: str = "cpu"
     chat_template: str | None = None
     """Jinja source that replaces the model's own chat template."""
-    log_prompts: bool = False
 
 
 class Sampling(Message, frozen=True, tag=True):
@@ -91,7 +90,7 @@ class Generate(Message, frozen=True, tag=True):
 
 
 class Abort(Message, frozen=True, tag=True):
-    """Stop the named request, whatever it is doing. Ignored unless that request is the running one."""
+    """Stop the named request, whether it runs or still waits in the engine. Ignored for any other id."""
 
     request_id: str
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.errors import EngineStartError, RequestAbortedError, RequestError
+from s2moe.engine.memory import available_bytes
 from s2moe.engine.messages import Configure, ModelInfo
 from s2moe.engine.native import (
     AbortSwitch,
@@ -30,7 +31,12 @@ GGUF_MAGIC = b"GGUF"
 GGML_LOG_LEVEL_ERROR = 4
 _LOG_LEVELS = {3: logging.WARNING, GGML_LOG_LEVEL_ERROR: logging.ERROR}
 """ggml_log_level → ours; the rest of llama.cpp's chatter is for debugging."""
-_EXPECTED_WARNINGS = ("removing memory module entries",)
+_EXPECTED_WARNINGS = (
+    "removing memory module entries",
+    "failed to decode, ret = 2",
+    "failed with error 1",
+    "compute status: 1",
+)
 """What llama.cpp warns of when a decode is aborted, which is an ordinary event here."""
 
 
@@ -93,6 +99,7 @@ class Model:
         self._pieces: dict[int, bytes] = {}
         self._special_pieces: dict[int, bytes] = {}
         self._ends: dict[int, bool] = {}
+        self._longest_piece_bytes = 0
         on_progress("context", 1.0)
         on_progress("warmup", 0.0)
         self._warm_up()
@@ -153,8 +160,8 @@ class Model:
             reason = self._log.explain("llama.cpp gave no reason")
             raise EngineStartError(
                 "model_invalid",
-                f"cannot load {configure.model_path}: {reason}; the file may be damaged or of an unknown "
-                "architecture",
+                f"cannot load {configure.model_path}: {reason}; the file may be damaged, of an unknown "
+                "architecture, or larger than the memory",
             )
         return handle
 
@@ -162,6 +169,7 @@ class Model:
         n_ctx_train: int = self.llama_cpp.llama_model_n_ctx_train(self.handle)
         params = self.llama_cpp.llama_context_default_params()
         params.n_ctx = configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
+        self._check_kv_size(params.n_ctx)
         # one micro-batch per native call: an aborted call then leaves the KV cache as it was
         params.n_batch = params.n_ubatch = min(configure.n_batch, params.n_ctx)
         params.n_threads = params.n_threads_batch = self.n_threads
@@ -174,6 +182,27 @@ class Model:
                 f"cannot create a context of {params.n_ctx} tokens: {reason}; try a smaller --ctx-size",
             )
         return context
+
+    def _check_kv_size(self, n_ctx: int) -> None:
+        """Refuses what the kernel would only notice when it is too late: it hands out memory that it does not
+        have and kills whoever touches it."""
+        if self._meta(f"{self._meta('general.architecture')}.attention.kv_lora_rank"):
+            return  # a compressed cache, many times smaller than this formula says
+        n_head: int = self.llama_cpp.llama_model_n_head(self.handle)
+        n_embd: int = self.llama_cpp.llama_model_n_embd(self.handle)
+        n_head_kv: int = self.llama_cpp.llama_model_n_head_kv(self.handle)
+        n_layer: int = self.llama_cpp.llama_model_n_layer(self.handle)
+        if n_head == 0:
+            return
+        # keys and values of two bytes per layer and token
+        kv_bytes = 2 * 2 * n_layer * n_head_kv * (n_embd // n_head) * n_ctx
+        available = available_bytes()
+        if kv_bytes > available:
+            raise EngineStartError(
+                "context_failed",
+                f"a context of {n_ctx} tokens needs {kv_bytes / 2**30:.1f} GiB for its KV cache, but only "
+                f"{available / 2**30:.1f} GiB of memory are available; choose a smaller --ctx-size",
+            )
 
     def _create_template(self, configure: Configure) -> ChatTemplate:
         try:
@@ -222,19 +251,38 @@ class Model:
 
     # vocabulary
 
+    def min_token_count(self, n_bytes: int) -> int:
+        """How many tokens a text of n_bytes has at least.
+
+        Tokenising takes seconds for megabytes and cannot be aborted: the hopeless must be seen without it.
+        """
+        if n_bytes < self.n_ctx:
+            return 0
+        if self._longest_piece_bytes == 0:
+            n_vocab = self.llama_cpp.llama_vocab_n_tokens(self.vocab)
+            self._longest_piece_bytes = max(len(self.piece(token, special=True)) for token in range(n_vocab))
+        return n_bytes // self._longest_piece_bytes
+
+    def control_token(self, text: str) -> int | None:
+        """The token that `text` as a whole stands for, None when it is none."""
+        tokens = self._tokens_of(text.encode(), add_special=False)
+        return tokens[0] if len(tokens) == 1 else None
+
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a templated prompt: special tokens are parsed, BOS is added unless the text has it."""
-        data = text.encode()
-        n_max = len(data) + 2
-        tokens = (ctypes.c_int32 * n_max)()
-        count = self.llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, n_max, True, True)
-        if count < 0:
-            raise RequestError("invalid_value", "the prompt cannot be tokenised", param="messages")
-        ids = list(tokens[:count])
+        ids = self._tokens_of(text.encode(), add_special=True)
         bos = self.llama_cpp.llama_vocab_bos(self.vocab)
         if len(ids) > 1 and ids[0] == ids[1] == bos:
             del ids[0]  # the template wrote one and the tokenizer added one
         return ids
+
+    def _tokens_of(self, data: bytes, *, add_special: bool) -> list[int]:
+        n_max = len(data) + 2
+        tokens = (ctypes.c_int32 * n_max)()
+        count = self.llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, n_max, add_special, True)
+        if count < 0:
+            raise RequestError("invalid_value", "the prompt cannot be tokenised", param="messages")
+        return list(tokens[:count])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes that a token stands for; control tokens are empty unless `special`."""
@@ -281,8 +329,8 @@ class Model:
         return n
 
     def forget(self) -> None:
-        """Empties the KV cache."""
-        self.llama_cpp.llama_memory_clear(self.memory, True)
+        """Empties the KV cache. Its bytes stay: clearing them would cost each conversation milliseconds."""
+        self.llama_cpp.llama_memory_clear(self.memory, False)
         self.kv_tokens.clear()
 
     def decode(self, tokens: list[int]) -> None:

@@ -47,7 +47,7 @@ class NativeError(Exception):
 
 
 class LibraryNotFoundError(Exception):
-    """libs2moe is not where it should be; the message says how to build it."""
+    """libs2moe is not where it should be, or is of another build; the message says what to do."""
 
 
 class MoeInfo(ctypes.Structure):
@@ -84,13 +84,22 @@ def library_dir() -> Path:
 def load_llama_cpp() -> ModuleType:
     """Imports llama-cpp-python's low-level bindings on our libllama.
 
-    Must run before anything else imports llama_cpp, which binds its library at import.
+    Must run before anything else imports llama_cpp, which binds its library at import. Raises
+    LibraryNotFoundError.
     """
     os.environ["LLAMA_CPP_LIB_PATH"] = str(library_dir())
-    import llama_cpp.llama_cpp as bindings
+    try:
+        import llama_cpp.llama_cpp as bindings
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise _unusable(error) from error
 
     module: ModuleType = bindings
     return module
+
+
+def _unusable(reason: object) -> LibraryNotFoundError:
+    text = str(reason).splitlines()[0]
+    return LibraryNotFoundError(f"the native library cannot be used ({text}); run `make setup` again")
 
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -131,17 +140,18 @@ class Library:
     """libs2moe. Handles of llama.h objects are passed as integers or ctypes pointers."""
 
     def __init__(self) -> None:
-        """Raises LibraryNotFoundError; NativeError when the library has another ABI version."""
-        self._lib = ctypes.CDLL(str(library_dir() / LIBRARY_NAME))
-        for name, (restype, argtypes) in _PROTOTYPES.items():
-            function = getattr(self._lib, name)
-            function.restype = restype
-            function.argtypes = argtypes
-        found = self._lib.s2moe_abi_version()
-        if found != ABI_VERSION:
-            raise NativeError(
-                Status.INVALID, f"libs2moe has ABI {found}, needed is {ABI_VERSION}; run `make setup` again"
-            )
+        """Raises LibraryNotFoundError when there is none, or one that this code cannot use."""
+        try:
+            self._lib = ctypes.CDLL(str(library_dir() / LIBRARY_NAME))
+            found = self._lib.s2moe_abi_version()
+            if found != ABI_VERSION:
+                raise _unusable(f"it has ABI {found}, needed is {ABI_VERSION}")
+            for name, (restype, argtypes) in _PROTOTYPES.items():
+                function = getattr(self._lib, name)
+                function.restype = restype
+                function.argtypes = argtypes
+        except (OSError, AttributeError) as error:
+            raise _unusable(error) from error
 
     def build_info(self) -> dict[str, Any]:
         info: dict[str, Any] = json.loads(self._lib.s2moe_build_info())
@@ -224,10 +234,14 @@ class AbortSwitch(_Handle):
     def __init__(self, library: Library, context: Any) -> None:
         super().__init__(library, library._lib.s2moe_abort_create(context), Status.NO_MEMORY)
 
+    requested = False
+
     def request(self) -> None:
+        self.requested = True
         self._lib.s2moe_abort_request(self.handle)
 
     def clear(self) -> None:
+        self.requested = False
         self._lib.s2moe_abort_clear(self.handle)
 
 

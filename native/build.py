@@ -75,9 +75,7 @@ def run_logged(command: list[str], log: Path, *, show_progress: bool) -> None:
         returncode = process.wait()
     if returncode != 0:
         lines = log.read_text(errors="replace").splitlines()
-        errors = [
-            line for line in lines if re.search(r"\berror\b|CMake Error|undefined reference", line, re.I)
-        ]
+        errors = [line for line in lines if re.search(r"error\b|undefined reference", line, re.I)]
         for line in (errors or lines)[:8]:
             print(f"    {line}", file=sys.stderr)
         raise PrepareError(f"`{' '.join(command[:2])} …` failed; the whole output is in {log}")

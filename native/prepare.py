@@ -77,16 +77,16 @@ def fetch_release() -> Path:
     say(f"downloading {package} {version} (73 MiB source release) with pip")
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / f"partial-{os.getpid()}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
     # the hash binds the archive; --no-binary keeps pip from choosing a wheel
     command += ["--no-binary", package, "--dest", str(work), "--requirement", str(LOCK_FILE)]
     try:
-        result = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+        # pip's own progress goes to the terminal, its errors into our one line
+        result = subprocess.run(command, check=False, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
         found = work / archive.name
         if result.returncode != 0 or not found.exists():
-            reason = next(
-                (r for r in reversed(result.stderr.splitlines()) if "ERROR" in r), "no file arrived"
-            )
+            errors = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line]
+            reason = errors[-1] if errors else "no file arrived"
             raise PrepareError(
                 f"cannot download {package} {version}: {reason}. Check the network and pip's "
                 f"index settings, or put the archive at {archive}"
@@ -112,6 +112,10 @@ def source_stamp(*, patched: bool) -> str:
 def unpack(archive: Path, out: Path) -> None:
     say(f"unpacking llama.cpp into {out}")
     with tarfile.open(archive) as tar:
+        if hasattr(
+            tarfile, "data_filter"
+        ):  # Debian 12's python has none yet; the hash vouches for the archive
+            tar.extraction_filter = tarfile.data_filter
         for member in tar:
             name = member.name.partition("/")[2]
             if not name.startswith(f"{VENDORED}/"):
@@ -121,7 +125,7 @@ def unpack(archive: Path, out: Path) -> None:
             # `.git` there points to a repository that is not part of the release
             if wanted and name != ".git" and (member.isfile() or member.isdir()):
                 member.name = name
-                tar.extract(member, out, filter="data")
+                tar.extract(member, out)
 
 
 def apply_patches(out: Path) -> None:

@@ -2,8 +2,8 @@
 
     .venv/bin/python native/sanitize.py
 
-Instrumented are libs2moe and the tests, on the llama.cpp of the ordinary build: its heap errors through ASan's
-allocator are seen too, races inside it are not.
+Instrumented are libs2moe and the tests, on the llama.cpp of the ordinary build: its heap errors are seen too,
+through ASan's allocator, races inside it are not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ def main() -> int:
         except (PrepareError, OSError) as error:
             say(f"error: {error}")
             return 1
-        command = ["ctest", "--test-dir", str(BUILD_ROOT / "s2moe"), "--output-on-failure", "--no-tests=error"]
+        command = [
+            "ctest",
+            "--test-dir",
+            str(BUILD_ROOT / "s2moe"),
+            "--output-on-failure",
+            "--no-tests=error",
+        ]
         command += ["-R", "-(asan|tsan)$"]
         return subprocess.run(
             command, env={**os.environ, **OPTIONS, "S2MOE_TEST_MODEL": str(model)}, check=False

@@ -32,6 +32,10 @@ class DirectSend:
             waits_for = coroutine.send(None)
         except StopIteration:
             return
+        except Exception as error:
+            # the caller is the engine's socket, which must not suffer for a client's
+            self._rest = asyncio.get_running_loop().create_task(_fail(error))
+            return
         self._rest = asyncio.get_running_loop().create_task(_finish(coroutine, waits_for))
 
     async def settled(self) -> None:
@@ -44,6 +48,10 @@ class DirectSend:
         """Gives up what has not left yet."""
         if self._rest is not None:
             self._rest.cancel()
+
+
+async def _fail(error: Exception) -> None:
+    raise error
 
 
 async def _finish(coroutine: Coroutine[Any, Any, None], waits_for: object) -> None:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 engine_logger = logging.getLogger("s2moe.engine")
 
 STDERR_TAIL_LINES: Final = 50
+_LEVELS: Final = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+"""The engine's own log lines begin with one of these."""
 MAX_STDERR_LINE_BYTES: Final = 4096
 _EOF_AFTER_EXIT_SECONDS: Final = 0.05
 """After the exit, bytes already sent (a Fatal, a last Step) are still read; a grandchild that holds the
@@ -237,8 +239,13 @@ class _StderrForwarder(asyncio.Protocol):
         text = raw[:MAX_STDERR_LINE_BYTES].decode("utf-8", "replace").rstrip()
         if len(raw) > MAX_STDERR_LINE_BYTES:
             text += " … (line cut)"
+        text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
         self.tail.append(text)
-        engine_logger.info("%s", text, extra={"engine_pid": self._pid})
+        level, _, rest = text.partition(" ")
+        if level in _LEVELS:
+            engine_logger.log(_LEVELS[level], "%s", rest)
+        else:
+            engine_logger.info("%s", text)
 
     async def close(self, timeout_seconds: float) -> None:
         """Reads what is left, for at most `timeout_seconds`, then closes the pipe."""

@@ -79,7 +79,6 @@ def to_configure(settings: Settings, model: Path) -> Configure:
         n_threads=settings.threads,
         device=settings.device,
         chat_template=settings.read_chat_template(),
-        log_prompts=settings.log_prompts,
     )
 
 
@@ -196,7 +195,12 @@ class _Signals:
 async def _until_listening(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     while not server.started:
         if serving.done():
-            await serving
+            try:
+                await serving
+            except OSError as error:  # two processes may bind an address, but only one can listen on it
+                raise ServeError(
+                    f"cannot listen: {error.strerror}; choose another --port or --host"
+                ) from error
             raise ServeError("the HTTP server ended before it listened")
         await asyncio.sleep(0.005)
 

@@ -9,6 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,7 +49,7 @@ def parse_size_bytes(value: object) -> object:
     scale = _BINARY_UNIT_BYTES[unit[0]] if unit.endswith("i") and unit != "i" else _UNIT_BYTES.get(unit)
     if scale is None:
         raise ValueError("not a size; write bytes or a number with a unit, such as 8MiB or 12GiB")
-    return int(float(match["number"]) * scale)
+    return int(Decimal(match["number"]) * scale)
 
 
 SizeBytes = Annotated[int, BeforeValidator(parse_size_bytes)]

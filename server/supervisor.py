@@ -64,6 +64,7 @@ ENGINE_COMMAND: Final = (sys.executable, "-m", "s2moe.engine")
 _OOM_HINT_TICKS: Final = 10
 """An OOM kill counted by the kernel within this many heartbeats before the death is taken as its cause."""
 _REAP_GRACE_SECONDS: Final = 1.0
+_PROGRESS_LOG_SECONDS: Final = 2.0
 _GENERATION_EVENTS: Final = (Step, PrefillProgress, Started, Finished, Failed)
 
 
@@ -103,6 +104,8 @@ class _Run:
         self.hello_at: float | None = None
         self.ready_at: float | None = None
         self.fatal: Fatal | None = None
+        self.progress_due = 0.0
+        """Monotonic time before which no further load progress is logged."""
         self.silent_seconds = 0.0
         """Since the last Pong, as counted by the heartbeat."""
         self.oom_kills: deque[int] = deque([oom_kills], maxlen=_OOM_HINT_TICKS)
@@ -265,7 +268,7 @@ class EngineSupervisor:
             return self._judge(EngineExit(None, fatal_message=message), None)
         run = self._run = _Run(process, self._oom_kill_counter.read())
         await process.connect()
-        logger.info("engine started", extra={"engine_pid": process.pid})
+        logger.info("engine started", extra={"fields": {"pid": process.pid}})
         if self._stopping.is_set():  # stop() came while there was no process to send Shutdown to
             process.kill()
         heartbeat = asyncio.create_task(self._heartbeat(run))
@@ -397,6 +400,9 @@ class EngineSupervisor:
         elif isinstance(message, LoadProgress):
             parts = (f"loading {message.phase} {message.fraction * 100:.0f} %", message.detail)
             self._set_loading(", ".join(part for part in parts if part))
+            if time.monotonic() > run.progress_due:
+                run.progress_due = time.monotonic() + _PROGRESS_LOG_SECONDS
+                logger.info("%s", self._state_detail)
         else:
             run.ready_at = time.monotonic()
             self._model = message.model

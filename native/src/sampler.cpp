@@ -120,6 +120,9 @@ void check_grammar(const llama_vocab * vocab, const std::string & grammar) {
         throw failure(S2MOE_ERROR_GRAMMAR,
                       "the grammar is longer than " + std::to_string(grammar_bytes_max) + " bytes");
     }
+    if (grammar.find('\0') != std::string::npos) {
+        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar contains a NUL character");
+    }
     int depth = 0;
     for (const char c : grammar) {
         depth += c == '(' ? 1 : c == ')' ? -1 : 0;
@@ -129,7 +132,12 @@ void check_grammar(const llama_vocab * vocab, const std::string & grammar) {
         }
     }
     // common_sampler_init() would leak its chain over a grammar that does not parse
-    llama_sampler * parsed = llama_sampler_init_grammar(vocab, grammar.c_str(), "root");
+    llama_sampler * parsed = nullptr;
+    try {
+        parsed = llama_sampler_init_grammar(vocab, grammar.c_str(), "root");
+    } catch (const std::exception & e) {
+        throw failure(S2MOE_ERROR_GRAMMAR, e.what());
+    }
     if (parsed == nullptr) {
         throw failure(S2MOE_ERROR_GRAMMAR, "the grammar does not parse, or has no rule `root`");
     }

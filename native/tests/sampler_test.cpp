@@ -43,6 +43,16 @@ void test_parameters_are_checked(const test_model & m) {
     CHECK(status_of(m, R"({"top_k": 1.5})") == S2MOE_ERROR_INVALID);
     CHECK(status_of(m, R"({"top_k": 2147483647})") == S2MOE_OK);
     CHECK(status_of(m, R"({"grammar": "root ::= ("})") == S2MOE_ERROR_GRAMMAR);
+    CHECK(status_of(m, R"({"grammar": "root ::= \"a\"{5,2}"})") == S2MOE_ERROR_GRAMMAR);
+    CHECK(status_of(m, R"({"grammar": "root ::= \"a\"{2,5}"})") == S2MOE_OK);
+    CHECK(status_of(m, R"({"grammar": "root ::= \"a\"\u0000 \"b\""})") == S2MOE_ERROR_GRAMMAR);
+    std::string ambiguous = "root ::= s0";
+    for (int i = 0; i < 40; ++i) {
+        const std::string next = "s" + std::to_string(i + 1);
+        ambiguous += "\\ns" + std::to_string(i) + " ::= " + next + " " + next + " | " + next;
+    }
+    ambiguous += "\\ns40 ::= \\\"a\\\"?";
+    CHECK(status_of(m, ("{\"grammar\": \"" + ambiguous + "\"}").c_str()) == S2MOE_ERROR_GRAMMAR);
     for (const size_t n : {250, 30000, 60000, 1000000}) { // deep enough to end llama.cpp's parser by a stack overflow
         const std::string deep = std::string(n, '(') + "\\\"a\\\"" + std::string(n, ')');
         CHECK(status_of(m, ("{\"grammar\": \"root ::= " + deep + "\"}").c_str()) == S2MOE_ERROR_GRAMMAR);

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from s2moe.server.schema.timings import Timings
 
+MAX_MESSAGES = 2048
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -55,6 +57,8 @@ def _stop_list(value: object) -> object:
         raise _fail("stop is a string or a list of strings")
     if len(stops) > MAX_STOP_STRINGS:
         raise _fail(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        raise _fail(f"a stop string has at most {MAX_STOP_CHARACTERS} characters")
     if "" in stops:
         raise _fail("a stop string must not be empty")
     return stops
@@ -131,7 +135,9 @@ class ChatRequest(BaseModel):
         strict=True, allow_inf_nan=False, hide_input_in_errors=True, title="ChatCompletionRequest"
     )
 
-    messages: list[ChatMessage] = Field(min_length=1, description="the conversation so far")
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="the conversation so far"
+    )
     model: str | None = Field(
         None, description="any name is served by the loaded model, unless the server runs with --strict-model"
     )
@@ -149,11 +155,13 @@ class ChatRequest(BaseModel):
     )
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repeat_penalty: float | None = Field(None, gt=0, le=100, description="1 = none")
+    repeat_penalty: float | None = Field(None, ge=0.001, le=100, description="1 = none")
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_biases)] = Field(
         None, description="token ids to values from -100 to 100"
     )
-    grammar: str | None = Field(None, description="GBNF grammar that the answer must match")
+    grammar: str | None = Field(
+        None, max_length=64 * 1024, description="GBNF grammar that the answer must match"
+    )
     n: int | None = Field(None, description="only 1")
     logprobs: bool | None = Field(None, description="only false")
     top_logprobs: int | None = Field(None, description="only 0")

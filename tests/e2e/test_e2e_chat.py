@@ -127,7 +127,8 @@ def test_client_that_leaves_makes_room_for_the_next(server: ServeProcess) -> Non
     body = {"stream": True, "max_tokens": 3000, "messages": [{"role": "user", "content": STORY}]}
     leaving = curl(server.url, body)
     assert leaving.stdout is not None
-    leaving.stdout.readline()
+    while b'"content":"' not in (line := leaving.stdout.readline()) or b'"role"' in line:
+        assert line, "the stream ended early"
     queued = curl(server.url, body)
     time.sleep(0.2)
     queued.kill()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from engine_rig import Chat, EngineProcess
 
 from s2moe.engine import messages as wire
@@ -39,7 +41,8 @@ def test_greedy_text_equals_llama_cpp_pythons_own(
 ) -> None:
     """The stock Llama class, in a process of its own, on our library.
 
-    Both evaluate the whole prompt in one batch: batches of other widths round differently.
+    Both evaluate the whole prompt in one batch and with the same attention kernel (Llama's default is another
+    one): otherwise they round differently.
     """
     engine = spawn()
     engine.load(tiny_model_path, n_ctx=2048, n_batch=256)
@@ -48,7 +51,7 @@ def test_greedy_text_equals_llama_cpp_pythons_own(
     script.write_text(
         "import json, sys\n"
         "from llama_cpp import Llama\n"
-        "llama = Llama(sys.argv[1], n_ctx=2048, n_batch=256, n_threads=2, verbose=False)\n"
+        "llama = Llama(sys.argv[1], n_ctx=2048, n_batch=256, n_threads=2, flash_attn=True, verbose=False)\n"
         "answer = llama.create_chat_completion(json.loads(sys.argv[2]), temperature=0, max_tokens=64)\n"
         "print(json.dumps(answer))\n"
     )
@@ -121,6 +124,58 @@ def test_penalties_and_bias_change_the_text(chat: Chat) -> None:
 def test_grammar_constrains_the_answer(chat: Chat) -> None:
     sampling = wire.Sampling(temperature=0, grammar='root ::= "yes" | "no"')
     assert chat.ask(FRANCE, sampling=sampling)[0] in ("yes", "no")
+
+
+BAD_GRAMMARS = {
+    "unclosed": "root ::= (",
+    "deep": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000,
+    "no root": 'start ::= "a"',
+    "less than none": 'root ::= "a"{5,2}',
+    "ambiguous": "root ::= s0\n"
+    + "\n".join(f"s{i} ::= s{i + 1} s{i + 1} | s{i + 1}" for i in range(40))
+    + '\ns40 ::= "a"?',
+    "nothing fits": "root ::= [z-a]",
+    "NUL": 'root ::= "a"\0 "b"',
+}
+
+
+@pytest.mark.parametrize("name", BAD_GRAMMARS)
+def test_no_grammar_can_hang_or_end_the_engine(chat: Chat, name: str) -> None:
+    started = time.monotonic()
+    failed = chat.fail(FRANCE, sampling=wire.Sampling(grammar=BAD_GRAMMARS[name]))
+    assert (failed.code, failed.param) == ("invalid_grammar", "grammar")
+    assert time.monotonic() - started < 10
+    assert "Paris" in chat.ask(FRANCE)[0]
+
+
+def test_hopelessly_long_prompt_is_refused_without_tokenising_it(chat: Chat) -> None:
+    """Tokenising this takes longer than a minute, and nothing could abort it."""
+    started = time.monotonic()
+    failed = chat.fail(("user", "<|im_end|>" * 700_000))
+    assert failed.code == "context_length_exceeded"
+    assert "at least" in failed.message
+    assert time.monotonic() - started < 5
+
+
+def test_one_libllama_is_loaded(chat: Chat) -> None:
+    """Two copies would have two states, as when a library has two names and a wheel has no links."""
+    maps = Path(f"/proc/{chat.engine.process.pid}/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "/libllama.so" in line}) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_greedy"),
+    [
+        (wire.Sampling(temperature=2.0, top_k=1), True),
+        (wire.Sampling(temperature=2.0, top_p=0.0), True),
+        (wire.Sampling(temperature=2.0, min_p=1.0), True),
+        (wire.Sampling(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=1), False),
+    ],
+    ids=["top_k", "top_p", "min_p", "none"],
+)
+def test_each_cut_leaves_only_the_best_token(chat: Chat, sampling: wire.Sampling, is_greedy: bool) -> None:
+    greedy, _ = chat.ask(STORY, max_tokens=16)
+    assert (chat.ask(STORY, max_tokens=16, sampling=sampling)[0] == greedy) == is_greedy
 
 
 def test_bad_requests_fail_alone(chat: Chat) -> None:

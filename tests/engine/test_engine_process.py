@@ -84,7 +84,7 @@ def test_models_that_cannot_load_are_refused_with_a_reason(
     [
         ({"device": "cuda"}, "device_unavailable", "--device cpu"),
         ({"device": "tpu"}, "invalid_device", "--device"),
-        ({"n_ctx": 500_000_000}, "context_failed", "--ctx-size"),
+        ({"n_ctx": 20_000_000}, "context_failed", "--ctx-size"),
         ({"chat_template": "{% for %}"}, "template_invalid", "--chat-template-file"),
     ],
 )
