@@ -32,8 +32,10 @@ native: $(STAMPS)/venv
 	$(BIN)/python native/build.py $(NATIVE_FLAGS)
 
 $(STAMPS)/venv:
+	command -v $(PYTHON) >/dev/null || { echo "setup: error: there is no $(PYTHON); pass another with make PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "setup: error: $(PYTHON) is older than 3.11; pass another with make PYTHON=…" >&2; exit 1; }
+	$(PYTHON) native/build.py --check-tools
 	echo "setup: creating the Python environment $(VENV)" >&2
 	if ! $(PYTHON) -c 'import ensurepip' 2>/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "setup: installing Debian's python3-venv" >&2; \

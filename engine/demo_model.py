@@ -63,7 +63,7 @@ _ROUTER_STD: Final = 5.0
 """Standard deviation of router weights, times √n_embd: the best of 64 experts then gets about 7 % of the
 probability, as peaked as trained routers."""
 _FIRST_STREAM: Final = 2
-"""Random stream of seed 0. Draws differ in how well they speak; of the first six this one does best."""
+"""Random stream of seed 0. Draws differ in how well they speak; this one answers simple questions."""
 _MAX_WORKERS: Final = 8
 _METADATA_BYTES: Final = 16 * 2**20
 """Room for header, vocabulary and alignment; 3 MB are used."""

@@ -14,6 +14,7 @@ Standard library only. A second run without changes takes about a second.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import re
 import shutil
@@ -48,8 +49,9 @@ def job_count() -> int:
 
 def require_tools() -> None:
     missing = [tool for tool in ("cmake", "git") if shutil.which(tool) is None]
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
-        missing.append("g++")
+    for variable, compiler, package in (("CC", "cc", "gcc"), ("CXX", "c++", "g++")):
+        if shutil.which(os.environ.get(variable, compiler).split()[0]) is None:
+            missing.append(package)
     if missing:
         raise PrepareError(f"missing {', '.join(missing)}; on Debian: apt-get install {' '.join(missing)}")
 
@@ -85,6 +87,12 @@ def build(variant: str, defines: dict[str, str], folder: Path) -> Path:
     """Returns the folder of the libraries."""
     require_tools()
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once must not write the same files
+        return _build(variant, defines, folder)
+
+
+def _build(variant: str, defines: dict[str, str], folder: Path) -> Path:
     settings = {**VARIANT_DEFINES[variant], **defines}
     # PYTHONHOME and virtual environments do not matter: prepare.py needs the standard library and pip only
     configure = ["cmake", "-S", str(NATIVE_DIR), "-B", str(folder), f"-DPython3_EXECUTABLE={sys.executable}"]
@@ -116,9 +124,13 @@ def main() -> int:
         metavar="NAME=VALUE",
         help="CMake setting, e.g. S2MOE_CUDA=ON",
     )
+    parser.add_argument("--check-tools", action="store_true", help="only check that the tools are there")
     arguments = parser.parse_args()
     folder = (arguments.folder or BUILD_ROOT / arguments.variant).resolve()
     try:
+        if arguments.check_tools:
+            require_tools()
+            return 0
         build(arguments.variant, dict(d.split("=", 1) for d in arguments.define), folder)
     except ValueError:
         say(f"error: --define takes NAME=VALUE, not {arguments.define}")

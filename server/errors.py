@@ -1,6 +1,6 @@
 """One tree of API errors, and the one place where an exception becomes an HTTP answer.
 
-The table is section 3.1a of the compatibility notes: status, OpenAI error type and a string code each.
+Each error has a status, an OpenAI error type and a string code.
 """
 
 from __future__ import annotations

@@ -104,4 +104,4 @@ def test_patch_that_does_not_apply_is_named(native_copy: Path, tmp_path: Path) -
 def test_missing_tools_are_named(native_copy: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(native_copy / "build.py"), "--folder", str(tmp_path / "build")]
     result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
-    assert "missing cmake, git, g++" in last_line(result)
+    assert "missing cmake, git, gcc, g++" in last_line(result)

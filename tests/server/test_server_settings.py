@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2moe.server.settings import Settings, SettingsError, load_settings, parse_size_bytes
+from s2moe.server.settings import Settings, SettingsError, env_of, flag_of, load_settings, parse_size_bytes
 
 
 @pytest.fixture
@@ -168,3 +168,11 @@ def test_key_does_not_show_in_the_repr() -> None:
 def test_every_setting_is_described() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
+
+
+def test_readme_lists_every_setting() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for name, field in Settings.model_fields.items():
+        row = next(line for line in readme.splitlines() if line.startswith(f"| `{flag_of(name)}` "))
+        assert f"| `{env_of(name)}` |" in row
+        assert row.endswith(f"| {field.description} |")
