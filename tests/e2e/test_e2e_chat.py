@@ -130,22 +130,32 @@ def test_client_that_leaves_makes_room_for_the_next(server: ServeProcess) -> Non
     while b'"content":"' not in (line := leaving.stdout.readline()) or b'"role"' in line:
         assert line, "the stream ended early"
     queued = curl(server.url, body)
-    time.sleep(0.2)
+    wait_for(server, "s2moe_requests_waiting", 1)
     queued.kill()
     queued.wait()
+    wait_for(server, "s2moe_requests_waiting", 0)
     answers: list[str] = []
     waiting = threading.Thread(target=lambda: answers.append(server.chat(FRANCE).text))
     waiting.start()
-    time.sleep(0.2)
+    wait_for(server, "s2moe_requests_waiting", 1)
     assert not answers
     leaving.kill()
-    left = time.monotonic()
     leaving.wait()
-    waiting.join(30)
+    waiting.join(120)
     assert "Paris" in answers[0]
-    assert time.monotonic() - left < 15
     assert server.metric('s2moe_request_cancellations_total{cause="disconnect",phase="queued"}') >= 1
     assert server.metric('s2moe_request_cancellations_total{cause="disconnect",phase="decode"}') >= 1
+    n = server.metric("s2moe_cancellation_duration_seconds_count")
+    seconds = server.metric("s2moe_cancellation_duration_seconds_sum") / n
+    print(f"from the client's leaving to the idle engine: {seconds:.4f} s in the mean of {n:.0f}")
+    assert seconds < 0.5  # 0.1 on an idle machine
+
+
+def wait_for(server: ServeProcess, sample: str, value: float) -> None:
+    deadline = time.monotonic() + 60
+    while server.metric(sample) != value:
+        assert time.monotonic() < deadline, f"{sample} did not become {value}"
+        time.sleep(0.01)
 
 
 def test_metrics_answer_during_a_long_prefill(server: ServeProcess) -> None:
@@ -153,8 +163,7 @@ def test_metrics_answer_during_a_long_prefill(server: ServeProcess) -> None:
     prompt = "word " * 3500
     request = threading.Thread(target=lambda: answers.append(server.chat(prompt, max_tokens=1).status_code))
     request.start()
-    while server.metric("s2moe_requests_running") == 0:
-        time.sleep(0.01)
+    wait_for(server, "s2moe_requests_running", 1)
     started = time.monotonic()
     assert server.health() == 200
     assert server.metric('s2moe_engine_state{state="busy"}') == 1

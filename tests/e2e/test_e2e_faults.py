@@ -95,7 +95,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_an_error(serve: Callabl
 
 
 def test_sigterm_finishes_the_running_request_and_exits_0(serve: Callable[..., ServeProcess]) -> None:
-    server = serve()
+    server = serve("--shutdown-timeout", "120")
     server.wait_ready()
     stream = curl(server.url, {**STREAM, "max_tokens": 60})
     data = read_some(stream, 3)
@@ -107,7 +107,7 @@ def test_sigterm_finishes_the_running_request_and_exits_0(serve: Callable[..., S
     assert stream.stdout is not None
     data += stream.stdout.read()
     assert events(data)[-1] == "[DONE]"
-    assert server.process.wait(15) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_sigterm_cuts_what_does_not_finish_in_time(serve: Callable[..., ServeProcess]) -> None:
