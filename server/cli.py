@@ -171,9 +171,7 @@ def _ensure_demo_model() -> Path:
     from s2moe.engine import demo_model
 
     try:
-        return demo_model.ensure_demo_model(
-            experts=DEMO_EXPERTS, used=DEMO_USED, sigma=DEMO_SIGMA, seed=DEMO_SEED, progress=_progress
-        )
+        return demo_model.ensure_demo_model(progress=_progress)
     except demo_model.DemoModelError as error:
         _exit(EXIT_FAILURE, str(error))
 
