@@ -40,7 +40,7 @@ struct llama_model;
 struct llama_context;
 
 /* Raised by any change that breaks a caller compiled against the header before. */
-#define S2MOE_ABI_VERSION 1
+#define S2MOE_ABI_VERSION 2
 
 enum s2moe_status {
     S2MOE_OK = 0,
@@ -51,7 +51,9 @@ enum s2moe_status {
     S2MOE_ERROR_CONTEXT_FULL = -5, /* no room in the KV cache */
     S2MOE_ERROR_NO_MEMORY = -6,    /* an allocation failed */
     S2MOE_ERROR_UNSUPPORTED = -7,  /* the model has no experts, or the backend cannot do this */
-    S2MOE_ERROR_INTERNAL = -8      /* llama.cpp failed for a reason that it logged */
+    S2MOE_ERROR_INTERNAL = -8,     /* llama.cpp failed for a reason that it logged */
+    S2MOE_ERROR_IO = -9,           /* the model file cannot be read, or is damaged, or changed while it was in use */
+    S2MOE_ERROR_NUMERIC = -10      /* the router computed NaN or infinity */
 };
 
 /* ── the library ───────────────────────────────────────────────────────────────────────────────────────── */
@@ -124,6 +126,232 @@ S2MOE_API int32_t s2moe_router_ids(struct llama_context * ctx, const int32_t ** 
 /* Decodes of ctx that reused the compute graph of the one before, since ctx was created. */
 S2MOE_API int64_t s2moe_n_graph_reuses(const struct llama_context * ctx);
 
+/* ── expert store and cache ────────────────────────────────────────────────────────────────────────────── */
+
+/*
+ * The experts of one model file: where they lie on the drive (the store), and the slots of memory that hold some
+ * of them (the cache). A slot holds one expert whole: its gate, up and down matrices, in the layout that the CPU
+ * kernels like best. Decodes of a model that was loaded with the store's overrides fetch what they miss by
+ * themselves.
+ *
+ *   s2moe_experts * experts = s2moe_experts_open(path, options, &status);
+ *   params.load_mode = LLAMA_LOAD_MODE_NONE;                           weights into anonymous memory
+ *   params.tensor_buft_overrides = s2moe_experts_overrides(experts);
+ *   llama_model * model = llama_model_load_from_file(path, params);    reads the dense weights only
+ *   llama_context * ctx = llama_init_from_model(model, ...);
+ *   s2moe_experts_allocate(experts, n_bytes);                          now decodes work
+ *   ...
+ *   llama_free(ctx); llama_model_free(model); s2moe_experts_free(experts);
+ *
+ * One store serves one model at a time, and one context of it decodes at a time.
+ */
+typedef struct s2moe_experts s2moe_experts;
+
+/* What the headers of a model file say, split files included, as JSON; `path` is the first file. No tensor data
+ * are read.
+ *
+ *   layout_json  receives {
+ *     "architecture", "name", "n_layer", "n_ctx_train", "n_vocab",
+ *     "n_expert", "n_expert_used": of the model's key-value pairs; 0 for a dense model
+ *     "files": [{ "path", "size_bytes" }],
+ *     "file_bytes": sum of their sizes, "dense_bytes": tensors that are not experts, "expert_bytes": the experts,
+ *     "tensor_types": { type name: bytes },
+ *     "classes": [{ "slot_bytes", "n_layers", "n_experts" }]     layers with equally large experts share slots
+ *     "layers": [{ "layer", "class", "n_expert", "expert_bytes": of one expert in the file,
+ *                  "parts": [{ "tensor", "type", "bytes": of one expert, "file", "offset": of expert 0 }] }] }
+ *
+ * Errors: S2MOE_ERROR_IO: a file is missing, cannot be read, is no GGUF, or its tensors reach past its end.
+ * [any thread] */
+S2MOE_API int32_t s2moe_model_layout(const char * path, char ** layout_json);
+
+/*
+ * Opens the store. Reads headers only.
+ *
+ *   path          the GGUF file, or the first file of a split model
+ *   options_json  "io": "direct" (default; O_DIRECT, the page cache is passed by) or "buffered",
+ *                 "reader": "auto" (default: io_uring, else threads), "io_uring" or "threads",
+ *                 "queue_depth": reads in flight at most (default 8)
+ *   last_status   if not NULL: S2MOE_ERROR_IO as in s2moe_model_layout(), S2MOE_ERROR_UNSUPPORTED (no experts in the
+ *                 file; or "reader" or "io" demands what this system refuses), S2MOE_ERROR_INVALID (options)
+ */
+S2MOE_API s2moe_experts * s2moe_experts_open(const char * path, const char * options_json, int32_t * last_status);
+
+/* Free the contexts and the model first. Waits for reads in flight. */
+S2MOE_API void s2moe_experts_free(s2moe_experts * experts);
+
+/* The value of llama_model_params.tensor_buft_overrides; lives as long as `experts`. */
+S2MOE_API const void * s2moe_experts_overrides(const s2moe_experts * experts);
+
+/*
+ * Sets how much memory the slots may take, and forgets what they held.
+ *
+ *   capacity_bytes  as many slots are made as fit; at least s2moe_experts_floor_bytes()
+ *
+ * The memory is reserved here and taken from the system as slots are first filled. Not during a decode.
+ * Errors: S2MOE_ERROR_INVALID below the floor, S2MOE_ERROR_NO_MEMORY.
+ */
+S2MOE_API int32_t s2moe_experts_allocate(s2moe_experts * experts, uint64_t capacity_bytes);
+
+/* Bytes below which a prompt could not be evaluated: the experts of the largest layer of every class. */
+S2MOE_API uint64_t s2moe_experts_floor_bytes(const s2moe_experts * experts);
+
+/* Gives slots back to the system until they take at most capacity_bytes, the least useful first; never below the
+ * floor. Returns the bytes that they take then. Not during a decode. */
+S2MOE_API uint64_t s2moe_experts_shrink(s2moe_experts * experts, uint64_t capacity_bytes);
+
+/* How experts are read, as JSON: { "io": "direct"|"buffered", "reader": "io_uring"|"threads", "queue_depth",
+ * "reason": why not what "auto" prefers, "" if it is }. Freed with s2moe_string_free(). [any thread] */
+S2MOE_API int32_t s2moe_experts_reader(const s2moe_experts * experts, char ** reader_json);
+
+enum s2moe_phase { S2MOE_PHASE_DECODE = 0, S2MOE_PHASE_PREFILL = 1, S2MOE_N_PHASES = 2 };
+
+/* Why an expert was read. */
+enum s2moe_trigger {
+    S2MOE_TRIGGER_DEMAND = 0,   /* a decode was waiting for it */
+    S2MOE_TRIGGER_PREFETCH = 1, /* it was expected to be needed */
+    S2MOE_TRIGGER_WARMUP = 2,   /* it filled an unused slot in the background */
+    S2MOE_N_TRIGGERS = 3
+};
+
+#define S2MOE_N_LOAD_BUCKETS 12
+/* Upper bounds in seconds of the buckets of load_duration; a last one has no bound. */
+#define S2MOE_LOAD_BUCKETS { 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0 }
+
+/* Totals since s2moe_experts_open(), but for the gauges. Decodes of up to 8 tokens count as "decode", longer ones as
+ * "prefill". One lookup is one expert of one layer in one decode, however many tokens use it. */
+struct s2moe_expert_stats {
+    uint64_t hits[S2MOE_N_PHASES];       /* lookups that found the expert in a slot */
+    uint64_t misses[S2MOE_N_PHASES];     /* lookups that had to read it */
+    uint64_t prefetched[S2MOE_N_PHASES]; /* lookups that found it in a slot or on its way because of a prefetch */
+    uint64_t loads[S2MOE_N_TRIGGERS];    /* experts read whole */
+    uint64_t load_bytes[S2MOE_N_TRIGGERS];
+    uint64_t load_duration_counts[S2MOE_N_LOAD_BUCKETS + 1]; /* experts by time from request to the last byte */
+    double load_duration_seconds;                            /* sum of those times */
+    double read_seconds;                                     /* time during which at least one read was in flight */
+    double stall_seconds[S2MOE_N_PHASES];                    /* compute threads' mean wait for reads */
+    double compute_seconds[S2MOE_N_PHASES];                  /* in expert matrices, waits taken off */
+    uint64_t evictions;
+    uint64_t prefetches_used;   /* prefetched experts that had landed when a decode first used them */
+    uint64_t prefetches_late;   /* that were still on their way */
+    uint64_t prefetches_wasted; /* that were evicted without use */
+    uint64_t read_errors;
+    uint64_t resident_experts; /* gauge */
+    uint64_t resident_bytes;   /* gauge: slots that hold an expert */
+    uint64_t capacity_experts; /* gauge: slots */
+    uint64_t capacity_bytes;   /* gauge: of all slots */
+};
+
+/* [any thread] */
+S2MOE_API void s2moe_experts_stats(const s2moe_experts * experts, struct s2moe_expert_stats * stats);
+
+/* Residency of an expert. */
+enum s2moe_residency { S2MOE_ABSENT = 0, S2MOE_IN_FLIGHT = 1, S2MOE_RESIDENT = 2 };
+
+/*
+ * Fills mask[n_expert] with the residency of each expert of a layer. What it says holds until the next decode or
+ * prefetch, or until a read lands.
+ * Errors: S2MOE_ERROR_INVALID: the layer has no experts in the store, or n_expert is not its number of experts.
+ * [any thread]
+ */
+S2MOE_API int32_t
+s2moe_experts_residency(const s2moe_experts * experts, int32_t layer, uint8_t * mask, int32_t n_expert);
+
+struct s2moe_expert_id {
+    int32_t layer; /* of the model, counted from 0 */
+    int32_t expert;
+};
+
+/* Order of reads: demand goes first, then prefetches, then warm-up. */
+enum s2moe_priority { S2MOE_PRIORITY_PREFETCH = 1, S2MOE_PRIORITY_WARMUP = 2 };
+
+/*
+ * Asks for experts to be read ahead, the most urgent first. Those that are resident or on their way already count as
+ * done. Returns at once. A prefetch evicts, in its class, only what is neither pinned nor needed by a running decode;
+ * a warm-up only takes slots that are empty.
+ *
+ *   ids       [n_ids]
+ *   n_queued  if not NULL: how many have a slot now; a shortage of slots is no error
+ *
+ * Errors: S2MOE_ERROR_INVALID: an id out of range (nothing is queued then). [any thread]
+ */
+S2MOE_API int32_t s2moe_experts_prefetch(s2moe_experts * experts,
+                                         const struct s2moe_expert_id * ids,
+                                         int32_t n_ids,
+                                         enum s2moe_priority priority,
+                                         int32_t * n_queued);
+
+/* Drops prefetches and warm-ups whose reads have not begun. Returns how many experts that were. [any thread] */
+S2MOE_API int32_t s2moe_experts_cancel_prefetches(s2moe_experts * experts);
+
+/*
+ * Replaces the set of pinned experts: those of it that are resident or on their way are not evicted until the set is
+ * replaced again, unless a layer could not be computed otherwise.
+ * Errors: S2MOE_ERROR_INVALID as in s2moe_experts_prefetch(). [any thread]
+ */
+S2MOE_API int32_t s2moe_experts_pin(s2moe_experts * experts, const struct s2moe_expert_id * ids, int32_t n_ids);
+
+/* Live estimates: moving averages over recent decodes. */
+struct s2moe_expert_costs {
+    double hit_seconds;            /* computing one resident expert for one token */
+    double miss_seconds;           /* reading one expert with nothing else to do meanwhile */
+    double bytes_per_second;       /* of the drive while reads are in flight; 0 before the first read */
+    double queued_seconds;         /* until the reads that are queued now have landed */
+};
+
+/* [any thread] */
+S2MOE_API void s2moe_experts_costs(const s2moe_experts * experts, struct s2moe_expert_costs * costs);
+
+/*
+ * How often decode (not prefill) used each expert since s2moe_experts_open().
+ *
+ *   counts  [number of layers in the layout][n_expert of the largest layer], in the layout's order of layers
+ *   n       its length; S2MOE_ERROR_INVALID if it is not that product
+ */
+S2MOE_API int32_t s2moe_experts_counts(const s2moe_experts * experts, uint64_t * counts, int64_t n);
+
+/*
+ * Tells the cache how useful experts were in earlier runs, and fills empty slots with the most useful ones in the
+ * background.
+ *
+ *   counts  laid out as in s2moe_experts_counts(); only ratios matter
+ *
+ * Errors: S2MOE_ERROR_INVALID as there. Returns at once. [any thread]
+ */
+S2MOE_API int32_t s2moe_experts_warm(s2moe_experts * experts, const uint64_t * counts, int64_t n);
+
+/* One layer of one decode, as it went. */
+struct s2moe_expert_trace {
+    int64_t begin_ns; /* CLOCK_MONOTONIC when the layer's experts were known */
+    int32_t layer;
+    int32_t n_tokens;
+    int32_t n_hits;
+    int32_t n_misses;
+    uint64_t missed_bytes;  /* read on demand for it */
+    double stall_seconds;   /* as in s2moe_expert_stats */
+    double compute_seconds;
+};
+
+/* Starts (n_max > 0) or stops (0) keeping the last n_max records. */
+S2MOE_API int32_t s2moe_experts_set_trace(s2moe_experts * experts, int64_t n_max);
+
+/* Moves up to n_max kept records, oldest first, to `records`; returns how many. Not during a decode. */
+S2MOE_API int64_t s2moe_experts_take_trace(s2moe_experts * experts, struct s2moe_expert_trace * records, int64_t n_max);
+
+/*
+ * Measures the drive: reads n_bytes of experts at random, as the cache would, and throws them away.
+ * Receives bytes per second. Errors: S2MOE_ERROR_IO.
+ */
+S2MOE_API int32_t s2moe_experts_measure(s2moe_experts * experts, uint64_t n_bytes, double * bytes_per_second);
+
+/* Memory that a context and its model take, by purpose; exact also for a model loaded with no_alloc. */
+struct s2moe_memory {
+    uint64_t weights_bytes; /* without what an expert store keeps on the drive */
+    uint64_t kv_bytes;      /* KV cache or recurrent state */
+    uint64_t compute_bytes; /* buffers of intermediate results */
+};
+
+S2MOE_API int32_t s2moe_context_memory(const struct llama_context * ctx, struct s2moe_memory * memory);
+
 /* ── decoding ──────────────────────────────────────────────────────────────────────────────────────────── */
 
 /*
@@ -134,8 +362,8 @@ S2MOE_API int64_t s2moe_n_graph_reuses(const struct llama_context * ctx);
  *   all_logits  false: only the last token's logits are computed (index -1 or n_tokens-1 in llama_get_logits_ith)
  *
  * On any error the cache holds what it held before; a recurrent state, which cannot be rolled back, must then be
- * cleared by the caller. Errors: S2MOE_ERROR_INVALID, S2MOE_ERROR_ABORTED,
- * S2MOE_ERROR_CONTEXT_FULL, S2MOE_ERROR_NO_MEMORY, S2MOE_ERROR_INTERNAL.
+ * cleared by the caller. Errors: S2MOE_ERROR_INVALID, S2MOE_ERROR_ABORTED, S2MOE_ERROR_CONTEXT_FULL,
+ * S2MOE_ERROR_NO_MEMORY, S2MOE_ERROR_IO and S2MOE_ERROR_NUMERIC (with an expert store), S2MOE_ERROR_INTERNAL.
  */
 S2MOE_API int32_t
 s2moe_decode(struct llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position, bool all_logits);

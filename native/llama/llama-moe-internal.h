@@ -79,3 +79,6 @@ class llama_moe_readback {
     std::vector<int32_t> ids;
     std::vector<chunk> chunks;
 };
+
+// Whether an expert store holds the tensor's data, so that the loader has nothing to read.
+bool llama_moe_is_stored(const ggml_tensor * tensor);

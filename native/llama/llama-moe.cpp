@@ -1,5 +1,7 @@
 #include "llama-moe.h"
 
+#include <string>
+
 #include "llama-context.h"
 #include "llama-model.h"
 #include "llama-moe-internal.h"
@@ -157,4 +159,18 @@ int32_t llama_moe_model_n_moe_layer(const llama_model * model) {
         n += model->layers[il].ffn_gate_inp != nullptr && model->layers[il].ffn_down_exps != nullptr;
     }
     return n;
+}
+
+bool llama_moe_is_stored(const ggml_tensor * tensor) {
+    static const std::string name = "S2MOE_EXPERTS";
+    return tensor->buffer != nullptr && name == ggml_backend_buffer_name(tensor->buffer);
+}
+
+const ggml_tensor * llama_moe_model_expert_tensor(const llama_model * model) {
+    for (uint32_t il = 0; il < model->hparams.n_layer(); ++il) {
+        if (model->layers[il].ffn_down_exps != nullptr) {
+            return model->layers[il].ffn_down_exps;
+        }
+    }
+    return nullptr;
 }

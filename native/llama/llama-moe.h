@@ -36,6 +36,9 @@ LLAMA_API int32_t llama_moe_model_n_expert(const struct llama_model * model);   
 LLAMA_API int32_t llama_moe_model_n_expert_used(const struct llama_model * model); // largest of all layers
 LLAMA_API int32_t llama_moe_model_n_moe_layer(const struct llama_model * model);   // layers with experts
 
+// The down matrices of the first layer with experts; NULL for a dense model.
+LLAMA_API const struct ggml_tensor * llama_moe_model_expert_tensor(const struct llama_model * model);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,8 +1,10 @@
 #include <atomic>
+#include <cmath>
 #include <string>
 #include <vector>
 
 #include "error.h"
+#include "experts/matmul.h"
 #include "llama-moe.h"
 #include "llama.h"
 #include "s2moe.h"
@@ -60,6 +62,18 @@ struct batch_arrays {
     }
 };
 
+// Damaged weights and overflows show in the logits: then no token can be chosen.
+void check_logits(llama_context * ctx) {
+    const float * logits = llama_get_logits_ith(ctx, -1);
+    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+    for (int32_t i = 0; logits != nullptr && i < n_vocab; ++i) {
+        if (!(std::abs(logits[i]) < INFINITY)) {
+            throw failure(S2MOE_ERROR_NUMERIC,
+                          "the model computed a logit that is no finite number; its weights may be damaged");
+        }
+    }
+}
+
 [[noreturn]] void throw_decode_failure(int32_t result, int32_t n_tokens) {
     switch (result) {
     case 1:
@@ -81,16 +95,22 @@ int32_t s2moe_decode(llama_context * ctx, const int32_t * tokens, int32_t n_toke
         llama_moe_forget_recorded(ctx);
         check_arguments(ctx, tokens, n_tokens, position);
         batch_arrays arrays(tokens, n_tokens, position, all_logits);
-        int32_t result = -3;
-        try {
-            result = llama_decode(ctx, arrays.view());
-        } catch (...) {
-            llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1);
-            throw;
+        s2moe::expert_cache * experts = s2moe::cache_of(llama_moe_model_expert_tensor(llama_get_model(ctx)));
+        if (experts != nullptr) {
+            experts->begin_decode();
         }
-        if (result != 0) {
+        try {
+            const int32_t result = llama_decode(ctx, arrays.view());
+            if (experts != nullptr) {
+                experts->end_decode(); // its failure explains more than llama_decode's
+            }
+            if (result != 0) {
+                throw_decode_failure(result, n_tokens);
+            }
+            check_logits(ctx);
+        } catch (...) {
             llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1); // whatever part of it got in
-            throw_decode_failure(result, n_tokens);
+            throw;
         }
     });
 }

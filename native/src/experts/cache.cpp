@@ -1,0 +1,1008 @@
+#include "cache.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "error.h"
+#include "json.h"
+
+namespace s2moe {
+
+using steady = std::chrono::steady_clock;
+
+namespace {
+
+constexpr int decode_tokens_max = 8; // longer batches are prompts
+constexpr int prefetches_max = 4;    // reads in flight, so that a demand does not wait long
+constexpr int warmups_max = 2;
+constexpr double prompt_weight = 4;      // a prompt counts as much as so many decodes, spread over its tokens
+constexpr double warm_weight = 16;       // so do the counts of earlier runs
+constexpr double average_share = 0.1;    // of a new sample in a moving average
+constexpr double read_ahead_share = 0.6; // of a layer's experts that a batch must use to read the next one ahead
+constexpr uint64_t sample_bytes = 256 * 1024;
+constexpr auto sample_time = std::chrono::milliseconds(50);
+
+double seconds(steady::duration duration) {
+    return std::chrono::duration<double>(duration).count();
+}
+
+int64_t monotonic_ns(steady::time_point time) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+void average(double & value, double sample) {
+    value = value == 0 ? sample : value + average_share * (sample - value);
+}
+
+} // namespace
+
+expert_cache::expert_cache(expert_layout layout_in, const cache_options & options)
+    : layout(std::move(layout_in)), queue_depth(options.queue_depth), files(layout.files, options.io) {
+    n_expert = static_cast<int>(layout.n_expert);
+    entries.resize(layout.layers.size() * n_expert);
+    op.experts.reserve(n_expert);
+    op.waiting.reserve(n_expert);
+    pools.resize(layout.classes.size());
+    reader = expert_reader::create(options.reader, queue_depth, files, *this, &reader_reason);
+}
+
+expert_cache::~expert_cache() {
+    {
+        std::unique_lock lock(mutex);
+        drain(lock);
+    }
+    reader.reset();
+    free_pools();
+}
+
+// ── memory ───────────────────────────────────────────────────────────────────────────────────────
+
+uint64_t expert_cache::floor_bytes() const {
+    uint64_t sum = 0;
+    for (const slot_class & each : layout.classes) {
+        sum += each.slot_bytes * each.n_experts_per_layer;
+    }
+    return sum;
+}
+
+void expert_cache::allocate(uint64_t capacity_bytes) {
+    const uint64_t floor = floor_bytes();
+    if (capacity_bytes < floor) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      "capacity_bytes is " + std::to_string(capacity_bytes) + ", at least " + std::to_string(floor) +
+                          " are needed for the experts of one layer");
+    }
+    std::unique_lock lock(mutex);
+    drain(lock);
+    close_op();
+    end_pass();
+    for (entry & each : entries) {
+        each.slot = no_slot;
+        each.prefetched = false;
+    }
+    free_pools();
+
+    // every class gets its floor, and the same share of what its experts need beyond that
+    uint64_t wanted = 0;
+    for (const slot_class & each : layout.classes) {
+        wanted += each.slot_bytes * (each.n_experts - each.n_experts_per_layer);
+    }
+    const double share =
+        wanted == 0 ? 1 : std::min(1.0, static_cast<double>(capacity_bytes - floor) / static_cast<double>(wanted));
+    std::vector<uint32_t> n_slots;
+    uint64_t used = 0;
+    for (const slot_class & each : layout.classes) {
+        const int beyond = each.n_experts - each.n_experts_per_layer;
+        n_slots.push_back(each.n_experts_per_layer + static_cast<uint32_t>(std::floor(share * beyond)));
+        used += n_slots.back() * each.slot_bytes;
+    }
+    for (size_t i = 0; i < n_slots.size(); ++i) { // what rounding left
+        const slot_class & each = layout.classes[i];
+        while (n_slots[i] < static_cast<uint32_t>(each.n_experts) && used + each.slot_bytes <= capacity_bytes) {
+            ++n_slots[i];
+            used += each.slot_bytes;
+        }
+    }
+    for (size_t i = 0; i < n_slots.size(); ++i) {
+        pool & pool = pools[i];
+        const uint64_t n_bytes = n_slots[i] * layout.classes[i].slot_bytes;
+        void * base = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (base == MAP_FAILED) {
+            free_pools();
+            throw failure(S2MOE_ERROR_NO_MEMORY,
+                          "cannot reserve " + std::to_string(n_bytes) +
+                              " bytes for expert slots: " + std::strerror(errno) + "; lower --memory-budget");
+        }
+        madvise(base, n_bytes, MADV_HUGEPAGE); // fewer address translations; only a hint
+        pool.base = static_cast<std::byte *>(base);
+        pool.mapped_bytes = n_bytes;
+        pool.first = static_cast<uint32_t>(slots.size());
+        pool.n_slots = n_slots[i];
+        slots.resize(slots.size() + n_slots[i]);
+        for (uint32_t j = n_slots[i]; j > 0; --j) {
+            pool.free.push_back(pool.first + j - 1);
+        }
+        totals.capacity_experts += n_slots[i];
+        totals.capacity_bytes += n_bytes;
+    }
+}
+
+void expert_cache::free_pools() {
+    for (pool & pool : pools) {
+        if (pool.base != nullptr) {
+            munmap(pool.base, pool.mapped_bytes);
+        }
+        pool = {};
+    }
+    slots.clear();
+    totals.capacity_experts = totals.capacity_bytes = totals.resident_experts = totals.resident_bytes = 0;
+}
+
+uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
+    std::unique_lock lock(mutex);
+    drain(lock);
+    close_op();
+    end_pass();
+    for (size_t i = 0; i < pools.size(); ++i) {
+        pool & pool = pools[i];
+        const slot_class & each = layout.classes[i];
+        // each class gives in proportion to what it has
+        const double share =
+            totals.capacity_bytes == 0 ? 0 : static_cast<double>(capacity_bytes) / totals.capacity_bytes;
+        uint32_t n_live = 0;
+        for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
+            n_live += !slots[s].retired;
+        }
+        const auto n_target = std::max(static_cast<uint32_t>(each.n_experts_per_layer),
+                                       static_cast<uint32_t>(std::floor(n_live * std::min(share, 1.0))));
+        while (n_live > n_target) {
+            uint32_t victim = take_free(static_cast<int>(i));
+            if (victim == no_slot) {
+                victim = find_victim(pool, true);
+                if (victim == no_slot) {
+                    break;
+                }
+                release(victim, true);
+                std::erase(pool.free, victim);
+            }
+            slots[victim].retired = true;
+            madvise(part_base(victim, 0), each.slot_bytes, MADV_DONTNEED);
+            --n_live;
+        }
+    }
+    uint64_t n_bytes = 0;
+    uint64_t n_slots = 0;
+    for (uint32_t s = 0; s < slots.size(); ++s) {
+        if (!slots[s].retired) {
+            n_bytes += layout.classes[class_of_slot(s)].slot_bytes;
+            ++n_slots;
+        }
+    }
+    totals.capacity_bytes = n_bytes;
+    totals.capacity_experts = n_slots;
+    return n_bytes;
+}
+
+int expert_cache::class_of_slot(uint32_t slot) const {
+    for (size_t i = 0; i < pools.size(); ++i) {
+        if (slot - pools[i].first < pools[i].n_slots) {
+            return static_cast<int>(i);
+        }
+    }
+    return -1;
+}
+
+std::byte * expert_cache::part_base(uint32_t slot, int part) const {
+    const int slot_class = class_of_slot(slot);
+    const auto & each = layout.classes[slot_class];
+    const pool & pool = pools[slot_class];
+    std::byte * base = pool.base + (slot - pool.first) * each.slot_bytes;
+    for (int i = 0; i < part; ++i) {
+        base += each.part_bytes[i];
+    }
+    return base;
+}
+
+uint64_t expert_cache::part_offset(uint32_t entry, int part) const {
+    const expert_part & matrix = layer_of_entry(entry).parts[part];
+    return matrix.offset + entry % n_expert * matrix.bytes;
+}
+
+// A matrix lies in its part as it lay in its blocks of the file.
+std::byte * expert_cache::part_data(uint32_t slot, int part) const {
+    return part_base(slot, part) + part_offset(slots[slot].owner, part) % io_alignment;
+}
+
+void expert_cache::build_read(const queued_read & queued, read_request & request) const {
+    const uint32_t owner = slots[queued.slot].owner;
+    const expert_part & matrix = layer_of_entry(owner).parts[queued.part];
+    const uint64_t begin = part_offset(owner, queued.part);
+    const uint64_t end = begin + matrix.bytes;
+    request.file = matrix.file;
+    request.offset = begin / io_alignment * io_alignment;
+    request.n_bytes = (end - request.offset + io_alignment - 1) / io_alignment * io_alignment;
+    request.n_needed = end - request.offset;
+    request.to = part_base(queued.slot, queued.part);
+    request.tag = static_cast<uint64_t>(queued.slot) * n_parts_max + queued.part;
+}
+
+// ── slots ────────────────────────────────────────────────────────────────────────────────────────
+
+uint32_t expert_cache::take_free(int slot_class) {
+    auto & free = pools[slot_class].free;
+    if (free.empty()) {
+        return no_slot;
+    }
+    const uint32_t slot = free.back();
+    free.pop_back();
+    return slot;
+}
+
+uint32_t expert_cache::find_victim(const pool & pool, bool also_pinned) const {
+    uint32_t victim = no_slot;
+    double least = 0;
+    for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
+        const slot & candidate = slots[s];
+        if (candidate.owner == no_slot || candidate.in_pass || candidate.n_reading > 0) {
+            continue;
+        }
+        const entry & owner = entries[candidate.owner];
+        const bool kept = owner.pinned || static_cast<int>(candidate.owner / n_expert) == ahead_index;
+        if (kept && !also_pinned) {
+            continue;
+        }
+        if (victim == no_slot || owner.use.score() < least) {
+            victim = s;
+            least = owner.use.score();
+        }
+    }
+    return victim;
+}
+
+// A slot for an expert without which the decode cannot go on.
+uint32_t expert_cache::demand_slot(int slot_class, std::unique_lock<std::mutex> & lock) {
+    while (true) {
+        uint32_t slot = take_free(slot_class);
+        if (slot != no_slot) {
+            return slot;
+        }
+        slot = find_victim(pools[slot_class], false);
+        if (slot == no_slot) {
+            slot = find_victim(pools[slot_class], true);
+        }
+        if (slot != no_slot) {
+            release(slot, true);
+            return take_free(slot_class);
+        }
+        if (n_reading == 0) {
+            return no_slot; // fewer slots than a layer has experts
+        }
+        slot_freed.wait(lock); // prefetches are landing in all that could be had
+    }
+}
+
+void expert_cache::assign(uint32_t index, uint32_t owner, s2moe_trigger trigger) {
+    slot & target = slots[index];
+    target.owner = owner;
+    target.broken = false;
+    target.trigger = trigger;
+    target.requested = steady::now();
+    target.n_missing = static_cast<int>(layer_of_entry(owner).parts.size());
+    target.parts.fill(part_state::empty);
+    std::fill_n(target.parts.begin(), target.n_missing, part_state::queued);
+    entries[owner].slot = index;
+    entries[owner].prefetched = trigger == S2MOE_TRIGGER_PREFETCH;
+}
+
+void expert_cache::enqueue(uint32_t index, s2moe_trigger trigger) {
+    for (int part = 0; part < n_parts_max; ++part) {
+        if (slots[index].parts[part] == part_state::queued) {
+            queues[trigger].push_back({index, slots[index].generation, part});
+        }
+    }
+}
+
+// Takes the expert out of a slot that no read is writing to.
+void expert_cache::release(uint32_t index, bool count_eviction) {
+    slot & target = slots[index];
+    const int slot_class = class_of_slot(index);
+    if (target.n_missing == 0) {
+        totals.resident_experts -= 1;
+        totals.resident_bytes -= layout.classes[slot_class].slot_bytes;
+        totals.evictions += count_eviction;
+    }
+    entry & owner = entries[target.owner];
+    if (owner.prefetched && count_eviction) {
+        ++totals.prefetches_wasted;
+    }
+    owner.slot = no_slot;
+    owner.prefetched = false;
+    target.owner = no_slot;
+    target.generation += 1; // makes what is still queued for it void
+    target.in_pass = false;
+    target.broken = false;
+    target.n_missing = 0;
+    target.parts.fill(part_state::empty);
+    pools[slot_class].free.push_back(index);
+}
+
+// Forgets what is queued and waits for what is being read.
+void expert_cache::drain(std::unique_lock<std::mutex> & lock) {
+    for (auto & queue : queues) {
+        queue.clear();
+    }
+    slot_freed.wait(lock, [&] { return n_reading == 0; });
+    for (uint32_t s = 0; s < slots.size(); ++s) {
+        if (slots[s].owner != no_slot && slots[s].n_missing > 0) {
+            release(s, false);
+        }
+    }
+}
+
+// ── reads ────────────────────────────────────────────────────────────────────────────────────────
+
+bool expert_cache::take(read_request & request) {
+    const std::lock_guard lock(mutex);
+    const auto now = steady::now();
+    const bool taken = take_from(queues[S2MOE_TRIGGER_DEMAND], request) ||
+                       (n_reading < prefetches_max && take_from(queues[S2MOE_TRIGGER_PREFETCH], request)) ||
+                       (n_reading < warmups_max && take_from(queues[S2MOE_TRIGGER_WARMUP], request));
+    if (taken && n_reading++ == 0) {
+        busy_since = now;
+        busy_bytes = 0;
+    }
+    return taken;
+}
+
+bool expert_cache::take_from(std::deque<queued_read> & queue, read_request & request) {
+    while (!queue.empty()) {
+        const queued_read next = queue.front();
+        queue.pop_front();
+        slot & target = slots[next.slot];
+        if (target.generation == next.generation && target.parts[next.part] == part_state::queued) {
+            target.parts[next.part] = part_state::reading;
+            target.n_reading += 1;
+            build_read(next, request);
+            return true;
+        }
+    }
+    return false;
+}
+
+void expert_cache::landed(const read_request & request, int error) {
+    std::unique_lock lock(mutex);
+    const auto index = static_cast<uint32_t>(request.tag / n_parts_max);
+    const int part = static_cast<int>(request.tag % n_parts_max);
+    slot & target = slots[index];
+    busy_bytes += request.n_bytes;
+    n_reading -= 1;
+    target.n_reading -= 1;
+    note_reads(steady::now());
+    if (error == 0) {
+        target.parts[part] = part_state::raw;
+        totals.load_bytes[target.trigger] += request.n_bytes;
+        if (--target.n_missing == 0 && !target.broken) {
+            whole_slot_landed(target);
+        }
+        const auto waiting = std::find_if(
+            op.waiting.begin(), op.waiting.end(), [&](const op_expert & each) { return each.slot == index; });
+        if (op.open && part == op.part && waiting != op.waiting.end()) {
+            op_expert expert = *waiting;
+            op.waiting.erase(waiting);
+            expert.data = part_data(index, part);
+            expert.raw = true;
+            deliver(expert);
+        }
+    } else {
+        ++totals.read_errors;
+        target.broken = true;
+        target.parts[part] = part_state::empty;
+        if (target.in_pass) {
+            const expert_part & matrix = layer_of_entry(target.owner).parts[part];
+            const std::string why = error == ENODATA  ? "the file is shorter than it was"
+                                    : error == ESTALE ? "the file was changed after it was opened"
+                                                      : std::strerror(error);
+            fail_locked(S2MOE_ERROR_IO,
+                        layout.files[matrix.file].path + ": reading " + matrix.tensor + ": " + why +
+                            "; restore the file and restart the server");
+        }
+    }
+    if (target.broken && target.n_reading == 0 && !(target.in_pass && op.open)) {
+        release(index, false);
+    }
+    slot_freed.notify_all();
+}
+
+void expert_cache::whole_slot_landed(slot & target) {
+    const double duration = seconds(steady::now() - target.requested);
+    static constexpr double bounds[] = S2MOE_LOAD_BUCKETS;
+    const auto bucket = std::lower_bound(std::begin(bounds), std::end(bounds), duration) - std::begin(bounds);
+    totals.load_duration_counts[bucket] += 1;
+    totals.load_duration_seconds += duration;
+    totals.loads[target.trigger] += 1;
+    totals.resident_experts += 1;
+    totals.resident_bytes += layout.classes[class_of_entry(target.owner)].slot_bytes;
+}
+
+// Accounts for the time in which reads were in flight.
+void expert_cache::note_reads(steady::time_point now) {
+    const auto busy = now - busy_since;
+    if (n_reading > 0 && busy < sample_time) {
+        return;
+    }
+    totals.read_seconds += seconds(busy);
+    if (busy_bytes >= sample_bytes && busy.count() > 0) {
+        average(bytes_per_second, static_cast<double>(busy_bytes) / seconds(busy));
+    }
+    busy_since = now;
+    busy_bytes = 0;
+}
+
+// ── the compute threads ──────────────────────────────────────────────────────────────────────────
+
+void expert_cache::begin_decode() {
+    const std::lock_guard lock(mutex);
+    close_op();
+    end_pass();
+    decode_failed.store(false, std::memory_order_release);
+}
+
+void expert_cache::end_decode() {
+    const std::lock_guard lock(mutex);
+    close_op();
+    end_pass();
+    if (failed()) {
+        decode_failed.store(false, std::memory_order_release);
+        throw failure(failure_status, failure_message);
+    }
+}
+
+void expert_cache::begin_op(int layer_index, int part, std::span<const int32_t> n_rows, int n_tokens) {
+    std::unique_lock lock(mutex);
+    close_op();
+    if (current.layer_index != layer_index || (current.parts_seen & (1U << part)) != 0) {
+        begin_pass(layer_index, n_rows, n_tokens, lock);
+    }
+    current.parts_seen |= 1U << part;
+
+    op.layer_index = layer_index;
+    op.part = part;
+    op.experts.clear();
+    op.waiting.clear();
+    const auto first = static_cast<uint32_t>(layer_index * n_expert);
+    std::vector<op_expert> raw; // in memory, but not packed: after those that are
+    for (size_t expert = 0; expert < n_rows.size(); ++expert) {
+        if (n_rows[expert] == 0) {
+            continue;
+        }
+        op_expert each;
+        each.expert = static_cast<int>(expert);
+        each.n_rows = n_rows[expert];
+        each.slot = entries[first + expert].slot;
+        if (failed() || each.slot == no_slot) {
+            op.experts.push_back(each);
+            continue;
+        }
+        const part_state state = slots[each.slot].parts[part];
+        if (state == part_state::packed || state == part_state::raw) {
+            each.data = part_data(each.slot, part);
+            each.raw = state == part_state::raw;
+            (each.raw ? raw : op.experts).push_back(each);
+        } else {
+            op.waiting.push_back(each);
+        }
+    }
+    op.experts.insert(op.experts.end(), raw.begin(), raw.end());
+    op.n_total = static_cast<int>(op.experts.size() + op.waiting.size());
+    op.next_chunk.store(0, std::memory_order_relaxed);
+    op.waited_ns.store(0, std::memory_order_relaxed);
+    op.n_ready.store(static_cast<int>(op.experts.size()), std::memory_order_release);
+    op.open = true;
+    op.begun = op.ended = steady::now();
+}
+
+const op_expert & expert_cache::wait_expert(int i) {
+    int n_ready = op.n_ready.load(std::memory_order_acquire);
+    if (n_ready <= i) {
+        const auto begun = steady::now();
+        do {
+            op.n_ready.wait(n_ready, std::memory_order_acquire);
+            n_ready = op.n_ready.load(std::memory_order_acquire);
+        } while (n_ready <= i);
+        op.waited_ns.fetch_add((steady::now() - begun).count(), std::memory_order_relaxed);
+    }
+    return op.experts[i];
+}
+
+void expert_cache::end_op() {
+    op.ended = steady::now();
+}
+
+// Passes an expert to the compute threads. op.experts never grows beyond what was reserved.
+void expert_cache::deliver(op_expert expert) {
+    op.experts.push_back(expert);
+    op.n_ready.store(static_cast<int>(op.experts.size()), std::memory_order_release);
+    op.n_ready.notify_all();
+}
+
+void expert_cache::fail(s2moe_status status, const std::string & message) {
+    const std::lock_guard lock(mutex);
+    fail_locked(status, message);
+}
+
+void expert_cache::fail_locked(s2moe_status status, const std::string & message) {
+    if (!failed()) {
+        failure_status = status;
+        failure_message = message;
+        decode_failed.store(true, std::memory_order_release);
+    }
+    if (op.open) {
+        for (const op_expert & each : std::exchange(op.waiting, {})) {
+            deliver({.expert = each.expert, .n_rows = each.n_rows, .data = nullptr, .raw = false, .slot = each.slot});
+        }
+    }
+}
+
+// All compute threads have left the last op, if there is one.
+void expert_cache::close_op() {
+    if (!op.open) {
+        return;
+    }
+    op.open = false;
+    const double waited = static_cast<double>(op.waited_ns.load(std::memory_order_relaxed)) * 1e-9 / n_threads;
+    const double computed = std::max(0.0, seconds(op.ended - op.begun) - waited);
+    const auto phase = current.prefill ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+    totals.stall_seconds[phase] += waited;
+    totals.compute_seconds[phase] += computed;
+    current.trace.stall_seconds += waited;
+    current.trace.compute_seconds += computed;
+    for (const op_expert & each : op.experts) {
+        if (each.slot == no_slot || each.data == nullptr) {
+            continue;
+        }
+        slot & target = slots[each.slot];
+        if (!each.raw || target.parts[op.part] != part_state::raw) {
+            continue;
+        }
+        if (!failed()) {
+            target.parts[op.part] = part_state::packed;
+        } else {
+            target.broken = true; // some of its rows may be packed
+        }
+    }
+    if (failed()) {
+        for (const uint32_t s : current.slots) {
+            if (slots[s].owner != no_slot && slots[s].broken && slots[s].n_reading == 0) {
+                release(s, false);
+            }
+        }
+    }
+}
+
+void expert_cache::end_pass() {
+    if (current.layer_index < 0) {
+        return;
+    }
+    for (const uint32_t s : current.slots) {
+        slots[s].in_pass = false;
+        // a failed decode leaves experts half requested
+        if (slots[s].owner != no_slot && slots[s].broken && slots[s].n_reading == 0) {
+            release(s, false);
+        }
+    }
+    if (n_trace_max > 0) {
+        if (static_cast<int64_t>(trace.size()) >= n_trace_max) {
+            trace.pop_front();
+        }
+        trace.push_back(current.trace);
+    }
+    if (!current.prefill && current.trace.n_tokens == 1 && !failed()) {
+        average(hit_seconds,
+                current.trace.compute_seconds / std::max(1, current.trace.n_hits + current.trace.n_misses));
+    }
+    current.layer_index = -1;
+    current.slots.clear();
+}
+
+void expert_cache::begin_pass(int layer_index,
+                              std::span<const int32_t> n_rows,
+                              int n_tokens,
+                              std::unique_lock<std::mutex> & lock) {
+    const int previous = current.layer_index;
+    end_pass();
+    if (previous < 0 || layer_index <= previous) {
+        ++clock;
+    }
+    current.layer_index = layer_index;
+    current.parts_seen = 0;
+    current.prefill = n_tokens > decode_tokens_max;
+    current.trace = {};
+    current.trace.begin_ns = monotonic_ns(steady::now());
+    current.trace.layer = layout.layers[layer_index].layer;
+    current.trace.n_tokens = n_tokens;
+    if (ahead_index <= layer_index) {
+        ahead_index = -1;
+    }
+    if (failed()) {
+        return;
+    }
+    const auto phase = current.prefill ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+    const auto first = static_cast<uint32_t>(layer_index * n_expert);
+    std::vector<uint32_t> missing;
+    // all that is there is claimed before anything is evicted
+    for (size_t expert = 0; expert < n_rows.size(); ++expert) {
+        if (n_rows[expert] == 0) {
+            continue;
+        }
+        const auto index = first + static_cast<uint32_t>(expert);
+        entry & wanted = entries[index];
+        if (current.prefill) {
+            wanted.use.add(prompt_weight * n_rows[expert] / n_tokens, clock);
+        } else {
+            wanted.use.add(n_rows[expert], clock);
+            wanted.n_used += n_rows[expert];
+        }
+        if (wanted.slot != no_slot && slots[wanted.slot].broken) {
+            if (slots[wanted.slot].n_reading > 0) {
+                slot_freed.wait(lock, [&] { return wanted.slot == no_slot || slots[wanted.slot].n_reading == 0; });
+            }
+            if (wanted.slot != no_slot) {
+                release(wanted.slot, false);
+            }
+        }
+        if (wanted.slot == no_slot) {
+            missing.push_back(index);
+            continue;
+        }
+        slot & found = slots[wanted.slot];
+        found.in_pass = true;
+        current.slots.push_back(wanted.slot);
+        const bool whole = found.n_missing == 0;
+        if (wanted.prefetched) {
+            ++(whole ? totals.prefetches_used : totals.prefetches_late);
+        }
+        ++(whole && !wanted.prefetched ? totals.hits : totals.prefetched)[phase];
+        ++current.trace.n_hits;
+        wanted.prefetched = false;
+    }
+    const int slot_class = layout.layers[layer_index].slot_class;
+    for (const uint32_t index : missing) {
+        const uint32_t s = demand_slot(slot_class, lock);
+        if (s == no_slot) {
+            fail_locked(S2MOE_ERROR_INTERNAL, "the expert cache has fewer slots than this batch needs");
+            return;
+        }
+        assign(s, index, S2MOE_TRIGGER_DEMAND);
+        slots[s].in_pass = true;
+        current.slots.push_back(s);
+        ++totals.misses[phase];
+        ++current.trace.n_misses;
+        current.trace.missed_bytes += layer_of_entry(index).expert_bytes();
+    }
+    // the first matrices of all, then the second ones: as the graph uses them
+    // (a prefetch that has become urgent is queued again here)
+    for (int part = 0; part < n_parts_max; ++part) {
+        for (const uint32_t s : current.slots) {
+            if (slots[s].parts[part] == part_state::queued) {
+                queues[S2MOE_TRIGGER_DEMAND].push_back({s, slots[s].generation, part});
+            }
+        }
+    }
+    const auto n_used = static_cast<double>(current.slots.size());
+    if (current.prefill && n_used >= read_ahead_share * n_expert) {
+        read_ahead(layer_index + 1);
+    }
+    if (!queues[S2MOE_TRIGGER_DEMAND].empty() || ahead_index >= 0) {
+        reader->wake();
+    }
+}
+
+// While a prompt's batch is computed in one layer, the drive reads the next.
+void expert_cache::read_ahead(int layer_index) {
+    if (layer_index >= static_cast<int>(layout.layers.size())) {
+        return;
+    }
+    ahead_index = layer_index;
+    std::vector<uint32_t> wanted;
+    for (uint32_t e = 0; e < static_cast<uint32_t>(n_expert); ++e) {
+        const uint32_t index = layer_index * n_expert + e;
+        if (entries[index].slot == no_slot) {
+            wanted.push_back(index);
+        }
+    }
+    std::sort(wanted.begin(), wanted.end(), [&](uint32_t a, uint32_t b) {
+        return entries[a].use.score() > entries[b].use.score();
+    });
+    for (const uint32_t index : wanted) {
+        if (!prefetch_one(index, S2MOE_PRIORITY_PREFETCH)) {
+            return;
+        }
+    }
+}
+
+// ── everybody ────────────────────────────────────────────────────────────────────────────────────
+
+int expert_cache::layer_index(int layer) const {
+    const auto found =
+        std::lower_bound(layout.layers.begin(), layout.layers.end(), layer, [](const expert_layer & each, int number) {
+            return each.layer < number;
+        });
+    return found != layout.layers.end() && found->layer == layer ? static_cast<int>(found - layout.layers.begin()) : -1;
+}
+
+std::string expert_cache::reader_json() const {
+    std::string reason = files.reason;
+    if (!reader_reason.empty()) {
+        reason += (reason.empty() ? "" : "; ") + reader_reason;
+    }
+    const common_json result = {{"io", files.direct ? "direct" : "buffered"},
+                                {"reader", reader->name()},
+                                {"queue_depth", queue_depth},
+                                {"reason", reason}};
+    return result.dump();
+}
+
+void expert_cache::stats(s2moe_expert_stats & result) const {
+    const std::lock_guard lock(mutex);
+    result = totals;
+    if (n_reading > 0) {
+        result.read_seconds += seconds(steady::now() - busy_since);
+    }
+}
+
+uint32_t expert_cache::entry_of(const s2moe_expert_id & id) const {
+    const int index = layer_index(id.layer);
+    if (index < 0 || id.expert < 0 || id.expert >= layout.layers[index].n_expert) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      "there is no expert " + std::to_string(id.expert) + " in layer " + std::to_string(id.layer));
+    }
+    return static_cast<uint32_t>(index * n_expert + id.expert);
+}
+
+void expert_cache::residency(int layer_index, std::span<uint8_t> mask) const {
+    const std::lock_guard lock(mutex);
+    for (size_t e = 0; e < mask.size(); ++e) {
+        const uint32_t s = entries[layer_index * n_expert + e].slot;
+        mask[e] = s == no_slot || slots[s].broken ? S2MOE_ABSENT
+                  : slots[s].n_missing > 0        ? S2MOE_IN_FLIGHT
+                                                  : S2MOE_RESIDENT;
+    }
+}
+
+bool expert_cache::prefetch_one(uint32_t index, s2moe_priority priority) {
+    if (entries[index].slot != no_slot) {
+        return true;
+    }
+    const int slot_class = class_of_entry(index);
+    uint32_t s = take_free(slot_class);
+    if (s == no_slot && priority == S2MOE_PRIORITY_PREFETCH) {
+        const uint32_t victim = find_victim(pools[slot_class], false);
+        if (victim != no_slot) {
+            release(victim, true);
+            s = take_free(slot_class);
+        }
+    }
+    if (s == no_slot) {
+        return false;
+    }
+    const auto trigger = priority == S2MOE_PRIORITY_PREFETCH ? S2MOE_TRIGGER_PREFETCH : S2MOE_TRIGGER_WARMUP;
+    assign(s, index, trigger);
+    enqueue(s, trigger);
+    return true;
+}
+
+int expert_cache::prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority priority) {
+    std::vector<uint32_t> wanted;
+    for (const s2moe_expert_id & id : ids) {
+        wanted.push_back(entry_of(id));
+    }
+    const std::lock_guard lock(mutex);
+    int n_queued = 0;
+    std::vector<uint32_t> kept; // the set does not evict its own members
+    for (const uint32_t index : wanted) {
+        if (!entries[index].pinned) {
+            entries[index].pinned = true;
+            kept.push_back(index);
+        }
+    }
+    for (const uint32_t index : wanted) {
+        n_queued += prefetch_one(index, priority);
+    }
+    for (const uint32_t index : kept) {
+        entries[index].pinned = false;
+    }
+    reader->wake();
+    return n_queued;
+}
+
+int expert_cache::cancel_prefetches() {
+    const std::lock_guard lock(mutex);
+    int n = 0;
+    for (const auto trigger : {S2MOE_TRIGGER_PREFETCH, S2MOE_TRIGGER_WARMUP}) {
+        for (const queued_read & each : std::exchange(queues[trigger], {})) {
+            slot & target = slots[each.slot];
+            const bool untouched = target.generation == each.generation && target.n_reading == 0 && !target.in_pass &&
+                                   target.n_missing == static_cast<int>(layer_of_entry(target.owner).parts.size());
+            if (untouched) {
+                release(each.slot, false);
+                ++n;
+            } else if (target.generation == each.generation && target.parts[each.part] == part_state::queued) {
+                queues[trigger].push_back(each); // begun: finish it
+            }
+        }
+    }
+    return n;
+}
+
+void expert_cache::pin(std::span<const s2moe_expert_id> ids) {
+    std::vector<uint32_t> wanted;
+    for (const s2moe_expert_id & id : ids) {
+        wanted.push_back(entry_of(id));
+    }
+    const std::lock_guard lock(mutex);
+    for (entry & each : entries) {
+        each.pinned = false;
+    }
+    for (const uint32_t index : wanted) {
+        entries[index].pinned = true;
+    }
+}
+
+s2moe_expert_costs expert_cache::costs() const {
+    const std::lock_guard lock(mutex);
+    s2moe_expert_costs result = {};
+    result.hit_seconds = hit_seconds;
+    result.bytes_per_second = bytes_per_second;
+    if (bytes_per_second > 0 && !entries.empty()) {
+        const double expert_bytes = static_cast<double>(layout.expert_bytes) / static_cast<double>(entries.size());
+        uint64_t n_parts = 0;
+        for (const auto & queue : queues) {
+            n_parts += queue.size();
+        }
+        n_parts += n_reading;
+        const double part_bytes = expert_bytes / static_cast<double>(layout.layers[0].parts.size());
+        result.miss_seconds = expert_bytes / bytes_per_second;
+        result.queued_seconds = static_cast<double>(n_parts) * part_bytes / bytes_per_second;
+    }
+    return result;
+}
+
+void expert_cache::counts(std::span<uint64_t> result) const {
+    const std::lock_guard lock(mutex);
+    for (size_t i = 0; i < entries.size(); ++i) {
+        result[i] = entries[i].n_used;
+    }
+}
+
+void expert_cache::warm(std::span<const uint64_t> counts) {
+    const std::lock_guard lock(mutex);
+    std::vector<std::pair<double, uint32_t>> wanted; // uses per decode
+    for (size_t layer = 0; layer < layout.layers.size(); ++layer) {
+        double sum = 0;
+        for (int e = 0; e < n_expert; ++e) {
+            sum += static_cast<double>(counts[layer * n_expert + e]);
+        }
+        for (int e = 0; e < n_expert && sum > 0; ++e) {
+            const auto index = static_cast<uint32_t>(layer * n_expert + e);
+            const double rate = static_cast<double>(layout.n_expert_used) * static_cast<double>(counts[index]) / sum;
+            if (rate > 0) {
+                entries[index].use.add(warm_weight * rate, clock);
+                wanted.emplace_back(rate, index);
+            }
+        }
+    }
+    std::stable_sort(wanted.begin(), wanted.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
+    for (const auto & [rate, index] : wanted) {
+        prefetch_one(index, S2MOE_PRIORITY_WARMUP);
+    }
+    reader->wake();
+}
+
+void expert_cache::set_trace(int64_t n_max) {
+    const std::lock_guard lock(mutex);
+    n_trace_max = n_max;
+    trace.clear();
+}
+
+int64_t expert_cache::take_trace(std::span<s2moe_expert_trace> records) {
+    const std::lock_guard lock(mutex);
+    const auto n = std::min(records.size(), trace.size());
+    std::copy_n(trace.begin(), n, records.begin());
+    trace.erase(trace.begin(), trace.begin() + static_cast<int64_t>(n));
+    return static_cast<int64_t>(n);
+}
+
+namespace {
+
+// Reads random experts into buffers of its own.
+class measuring_source final : public read_source {
+  public:
+    measuring_source(const expert_layout & layout, uint64_t n_bytes, int queue_depth) : layout(layout), left(n_bytes) {
+        uint64_t largest = 0;
+        for (const expert_layer & layer : layout.layers) {
+            for (const expert_part & part : layer.parts) {
+                largest = std::max(largest, slot_part_bytes(part.bytes));
+            }
+        }
+        buffer_bytes = largest;
+        for (int i = 0; i < queue_depth; ++i) {
+            buffers.emplace_back(static_cast<std::byte *>(std::aligned_alloc(io_alignment, largest)), &std::free);
+            if (buffers.back() == nullptr) {
+                throw std::bad_alloc();
+            }
+            std::memset(buffers.back().get(), 0, largest); // page faults are not the drive's
+            free.push_back(i);
+        }
+    }
+
+    bool take(read_request & request) override {
+        const std::lock_guard lock(mutex);
+        if (left == 0 || error != 0 || free.empty()) {
+            return false;
+        }
+        const auto & layer = layout.layers[random() % layout.layers.size()];
+        const auto & part = layer.parts[random() % layer.parts.size()];
+        const uint64_t begin = part.offset + random() % layer.n_expert * part.bytes;
+        request.file = part.file;
+        request.offset = begin / io_alignment * io_alignment;
+        request.n_needed = begin + part.bytes - request.offset;
+        request.n_bytes = (request.n_needed + io_alignment - 1) / io_alignment * io_alignment;
+        request.tag = free.back();
+        request.to = buffers[free.back()].get();
+        free.pop_back();
+        left -= std::min(left, request.n_bytes);
+        ++n_reading;
+        return true;
+    }
+
+    void landed(const read_request & request, int read_error) override {
+        const std::lock_guard lock(mutex);
+        free.push_back(static_cast<int>(request.tag));
+        n_done_bytes += request.n_bytes;
+        error = read_error != 0 ? read_error : error;
+        --n_reading;
+        changed.notify_all();
+    }
+
+    // Waits for the end; returns the bytes read, or throws.
+    uint64_t finish() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] { return n_reading == 0 && (left == 0 || error != 0); });
+        if (error != 0) {
+            throw failure(S2MOE_ERROR_IO, layout.files[0].path + ": " + std::strerror(error));
+        }
+        return n_done_bytes;
+    }
+
+  private:
+    const expert_layout & layout;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::minstd_rand random;
+    std::vector<std::unique_ptr<std::byte, decltype(&std::free)>> buffers;
+    std::vector<int> free;
+    uint64_t buffer_bytes = 0;
+    uint64_t left;
+    uint64_t n_done_bytes = 0;
+    int n_reading = 0;
+    int error = 0;
+};
+
+} // namespace
+
+double expert_cache::measure(uint64_t n_bytes) {
+    measuring_source source(layout, n_bytes, queue_depth);
+    std::string reason;
+    auto measuring = expert_reader::create(reader->name(), queue_depth, files, source, &reason);
+    const auto begun = steady::now();
+    measuring->wake();
+    const uint64_t n_read = source.finish();
+    return static_cast<double>(n_read) / seconds(steady::now() - begun);
+}
+
+} // namespace s2moe

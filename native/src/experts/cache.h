@@ -1,0 +1,253 @@
+// The expert cache: which experts are in memory, which are on their way, and which give way.
+//
+// Threads: a decode's compute threads, the reader's threads, and any number that ask or prefetch. One mutex guards all
+// bookkeeping; what a compute thread waits on is atomic. A reader's thread never waits for a compute thread.
+//
+// A part of a slot goes through these states:
+//
+//   empty ──request──▶ queued ──take()──▶ reading ──landed()──▶ raw ──first use──▶ packed
+//
+// "raw" is the file's layout. The compute threads bring a part into the kernels' layout themselves, in place, each
+// just before it multiplies the rows, so that a part is touched while it is in the caches and no third copy exists.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+#include "reader.h"
+#include "replacement.h"
+#include "s2moe.h"
+
+namespace s2moe {
+
+struct cache_options {
+    std::string io = "auto";
+    std::string reader = "auto";
+    int queue_depth = 8;
+};
+
+// One expert of a running matrix multiplication.
+struct op_expert {
+    int expert = 0;
+    int n_rows = 0;             // rows of the batch that it multiplies
+    std::byte * data = nullptr; // nullptr: the decode has failed, count the matrix as zero
+    bool raw = false;           // not yet in the kernels' layout
+    uint32_t slot = 0;
+};
+
+class expert_cache final : private read_source {
+  public:
+    expert_cache(expert_layout layout, const cache_options & options);
+    ~expert_cache();
+
+    // memory; none during a decode
+
+    void allocate(uint64_t capacity_bytes);
+    uint64_t shrink(uint64_t capacity_bytes);
+    uint64_t floor_bytes() const;
+
+    // the compute threads, in this order
+
+    void begin_decode();
+
+    // Thread 0: the experts that part `part` of the layer will multiply, `n_rows[e]` rows for expert e, from a batch of
+    // n_tokens. Fetches what is missing. Ids out of range must have been refused by fail().
+    void begin_op(int layer_index, int part, std::span<const int32_t> n_rows, int n_tokens);
+
+    // Any thread, after begin_op(): number of experts of the op, and the i-th of them in the order of their arrival;
+    // waits for it.
+    int n_op_experts() const {
+        return op.n_total;
+    }
+    const op_expert & wait_expert(int i);
+
+    // Hands out the work of an op: consecutive numbers from 0.
+    uint32_t next_chunk() {
+        return op.next_chunk.fetch_add(1, std::memory_order_relaxed);
+    }
+
+    // Thread 0, after its last chunk.
+    void end_op();
+
+    // Ends a decode. Throws failure when a read failed meanwhile; what was computed is then worthless.
+    void end_decode();
+
+    bool failed() const {
+        return decode_failed.load(std::memory_order_acquire);
+    }
+    void fail(s2moe_status status, const std::string & message);
+    void set_thread_count(int n) {
+        n_threads = n;
+    }
+
+    // everybody
+
+    const expert_layout layout;
+    int layer_index(int layer) const; // -1: has no experts here
+    std::string reader_json() const;
+    void stats(s2moe_expert_stats & result) const;
+    void residency(int layer_index, std::span<uint8_t> mask) const;
+    int prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority priority);
+    int cancel_prefetches();
+    void pin(std::span<const s2moe_expert_id> ids);
+    s2moe_expert_costs costs() const;
+    int n_expert_max() const {
+        return n_expert;
+    }
+    void counts(std::span<uint64_t> result) const;
+    void warm(std::span<const uint64_t> counts);
+    void set_trace(int64_t n_max);
+    int64_t take_trace(std::span<s2moe_expert_trace> records);
+    double measure(uint64_t n_bytes);
+
+  private:
+    static constexpr uint32_t no_slot = UINT32_MAX;
+    static constexpr int n_parts_max = 4;
+
+    enum class part_state : uint8_t { empty, queued, reading, raw, packed };
+
+    // What is known of an expert, resident or not.
+    struct entry {
+        uint32_t slot = no_slot;
+        bool prefetched = false; // came by a prefetch and has not been used since
+        bool pinned = false;     // by pin()
+        uint64_t n_used = 0;     // by decode
+        usefulness use;
+    };
+
+    struct slot {
+        uint32_t owner = no_slot; // index in `entries`
+        uint32_t generation = 0;  // grows with each owner
+        int n_reading = 0;
+        int n_missing = 0;    // parts that are not in memory yet
+        bool broken = false;  // a read failed
+        bool in_pass = false; // needed by the layer that is being computed
+        bool retired = false; // given back by shrink()
+        s2moe_trigger trigger = S2MOE_TRIGGER_DEMAND;
+        std::chrono::steady_clock::time_point requested;
+        std::array<part_state, n_parts_max> parts = {};
+    };
+
+    // The slots of a class, one after the other in a mapping.
+    struct pool {
+        std::byte * base = nullptr;
+        uint64_t mapped_bytes = 0;
+        uint32_t first = 0; // index of its first slot in `slots`
+        uint32_t n_slots = 0;
+        std::vector<uint32_t> free;
+    };
+
+    struct queued_read {
+        uint32_t slot;
+        uint32_t generation;
+        int part;
+    };
+
+    // The layer that is being computed: begins with its first op.
+    struct pass {
+        int layer_index = -1;
+        uint32_t parts_seen = 0;
+        bool prefill = false;
+        std::vector<uint32_t> slots;
+        s2moe_expert_trace trace = {};
+    };
+
+    struct op_state {
+        int layer_index = 0;
+        int part = 0;
+        int n_total = 0;
+        bool open = false;
+        std::vector<op_expert> experts; // by arrival; the first n_ready are read without the mutex
+        std::vector<op_expert> waiting;
+        std::atomic<int> n_ready = 0;
+        std::atomic<uint32_t> next_chunk = 0;
+        std::atomic<int64_t> waited_ns = 0; // by all threads
+        std::chrono::steady_clock::time_point begun;
+        std::chrono::steady_clock::time_point ended;
+    };
+
+    // read_source
+    bool take(read_request & request) override;
+    void landed(const read_request & request, int error) override;
+
+    // all below: the mutex is held
+    bool take_from(std::deque<queued_read> & queue, read_request & request);
+    void close_op();
+    void note_reads(std::chrono::steady_clock::time_point now);
+    void fail_locked(s2moe_status status, const std::string & message);
+    void
+    begin_pass(int layer_index, std::span<const int32_t> n_rows, int n_tokens, std::unique_lock<std::mutex> & lock);
+    void end_pass();
+    void read_ahead(int layer_index);
+    uint32_t demand_slot(int slot_class, std::unique_lock<std::mutex> & lock);
+    uint32_t take_free(int slot_class);
+    uint32_t find_victim(const pool & pool, bool also_pinned) const;
+    bool prefetch_one(uint32_t entry, s2moe_priority priority);
+    void deliver(op_expert expert);
+    void drain(std::unique_lock<std::mutex> & lock);
+    void assign(uint32_t slot, uint32_t entry, s2moe_trigger trigger);
+    void enqueue(uint32_t slot, s2moe_trigger trigger);
+    void release(uint32_t slot, bool count_eviction);
+    void whole_slot_landed(slot & slot);
+    std::byte * part_base(uint32_t slot, int part) const;
+    std::byte * part_data(uint32_t slot, int part) const;
+    uint64_t part_offset(uint32_t entry, int part) const;
+    void build_read(const queued_read & queued, read_request & request) const;
+    int class_of_entry(uint32_t entry) const {
+        return layer_of_entry(entry).slot_class;
+    }
+    int class_of_slot(uint32_t slot) const;
+    const expert_layer & layer_of_entry(uint32_t entry) const {
+        return layout.layers[entry / n_expert];
+    }
+    uint32_t entry_of(const s2moe_expert_id & id) const;
+    void free_pools();
+    bool resident(const slot & slot) const {
+        return slot.owner != no_slot && slot.n_missing == 0 && !slot.broken;
+    }
+
+    int n_expert = 0; // of the largest layer: entries of a layer are n_expert apart
+    const int queue_depth;
+    std::atomic<int> n_threads = 1;
+
+    mutable std::mutex mutex;
+    std::condition_variable slot_freed;
+    std::vector<entry> entries; // [layer_index * n_expert + expert]
+    std::vector<slot> slots;
+    std::vector<pool> pools; // by class
+    std::array<std::deque<queued_read>, S2MOE_N_TRIGGERS> queues;
+    int n_reading = 0;
+    pass current;
+    op_state op;
+    int64_t clock = 0;    // decodes so far
+    int ahead_index = -1; // layer that is being read ahead of a prompt: its experts stay
+    std::atomic<bool> decode_failed = false;
+    s2moe_status failure_status = S2MOE_OK;
+    std::string failure_message;
+
+    s2moe_expert_stats totals = {};
+    std::chrono::steady_clock::time_point busy_since;
+    uint64_t busy_bytes = 0;
+    double bytes_per_second = 0;
+    double hit_seconds = 0;
+    std::deque<s2moe_expert_trace> trace;
+    int64_t n_trace_max = 0;
+
+    model_files files;
+    std::string reader_reason;
+    std::unique_ptr<expert_reader> reader; // last: its threads use all of the above
+};
+
+} // namespace s2moe
