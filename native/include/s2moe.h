@@ -143,7 +143,11 @@ S2MOE_API int64_t s2moe_n_graph_reuses(const struct llama_context * ctx);
  *   ...
  *   llama_free(ctx); llama_model_free(model); s2moe_experts_free(experts);
  *
- * One store serves one model at a time, and one context of it decodes at a time.
+ * One store serves one model at a time, and one context of it decodes at a time, through s2moe_decode(): a plain
+ * llama_decode() computes the same, but is not told when a read fails.
+ *
+ * A file that was changed in place (its length or time of change differ) is not read any more: decodes that miss
+ * fail with S2MOE_ERROR_IO until the store is opened again, or length and time are what they were.
  */
 typedef struct s2moe_experts s2moe_experts;
 
@@ -168,7 +172,8 @@ S2MOE_API int32_t s2moe_model_layout(const char * path, char ** layout_json);
  * Opens the store. Reads headers only.
  *
  *   path          the GGUF file, or the first file of a split model
- *   options_json  "io": "direct" (default; O_DIRECT, the page cache is passed by) or "buffered",
+ *   options_json  "io": "auto" (default: direct where the file system allows it), "direct" (O_DIRECT, the page cache is
+ *                 passed by) or "buffered",
  *                 "reader": "auto" (default: io_uring, else threads), "io_uring" or "threads",
  *                 "queue_depth": reads in flight at most (default 8)
  *   last_status   if not NULL: S2MOE_ERROR_IO as in s2moe_model_layout(), S2MOE_ERROR_UNSUPPORTED (no experts in the
@@ -218,11 +223,12 @@ enum s2moe_trigger {
 #define S2MOE_LOAD_BUCKETS { 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0 }
 
 /* Totals since s2moe_experts_open(), but for the gauges. Decodes of up to 8 tokens count as "decode", longer ones as
- * "prefill". One lookup is one expert of one layer in one decode, however many tokens use it. */
+ * "prefill". One lookup is one expert of one layer in one decode, however many tokens use it; it is a hit, a miss or
+ * prefetched. load_bytes counts the blocks that were read, unaligned ends included. */
 struct s2moe_expert_stats {
     uint64_t hits[S2MOE_N_PHASES];       /* lookups that found the expert in a slot */
     uint64_t misses[S2MOE_N_PHASES];     /* lookups that had to read it */
-    uint64_t prefetched[S2MOE_N_PHASES]; /* lookups that found it in a slot or on its way because of a prefetch */
+    uint64_t prefetched[S2MOE_N_PHASES]; /* lookups that found it in a slot by a prefetch, or on its way already */
     uint64_t loads[S2MOE_N_TRIGGERS];    /* experts read whole */
     uint64_t load_bytes[S2MOE_N_TRIGGERS];
     uint64_t load_duration_counts[S2MOE_N_LOAD_BUCKETS + 1]; /* experts by time from request to the last byte */
@@ -302,7 +308,7 @@ struct s2moe_expert_costs {
 S2MOE_API void s2moe_experts_costs(const s2moe_experts * experts, struct s2moe_expert_costs * costs);
 
 /*
- * How often decode (not prefill) used each expert since s2moe_experts_open().
+ * How many tokens of decodes (not of prefill) used each expert since s2moe_experts_open().
  *
  *   counts  [number of layers in the layout][n_expert of the largest layer], in the layout's order of layers
  *   n       its length; S2MOE_ERROR_INVALID if it is not that product
@@ -313,7 +319,7 @@ S2MOE_API int32_t s2moe_experts_counts(const s2moe_experts * experts, uint64_t *
  * Tells the cache how useful experts were in earlier runs, and fills empty slots with the most useful ones in the
  * background.
  *
- *   counts  laid out as in s2moe_experts_counts(); only ratios matter
+ *   counts  laid out as in s2moe_experts_counts(); only ratios within a layer matter
  *
  * Errors: S2MOE_ERROR_INVALID as there. Returns at once. [any thread]
  */
@@ -324,9 +330,9 @@ struct s2moe_expert_trace {
     int64_t begin_ns; /* CLOCK_MONOTONIC when the layer's experts were known */
     int32_t layer;
     int32_t n_tokens;
-    int32_t n_hits;
+    int32_t n_hits;         /* lookups that read nothing: hits and prefetched ones */
     int32_t n_misses;
-    uint64_t missed_bytes;  /* read on demand for it */
+    uint64_t missed_bytes;  /* matrices read on demand for it */
     double stall_seconds;   /* as in s2moe_expert_stats */
     double compute_seconds;
 };

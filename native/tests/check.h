@@ -20,19 +20,33 @@
         }                                                                                                              \
     } while (false)
 
+inline const char * test_model_path() {
+    const char * path = std::getenv("S2MOE_TEST_MODEL");
+    if (path == nullptr) {
+        std::fprintf(stderr, "set S2MOE_TEST_MODEL to a small MoE GGUF\n");
+        std::exit(1);
+    }
+    return path;
+}
+
 struct test_model {
     std::unique_ptr<llama_model, void (*)(llama_model *)> model{nullptr, llama_model_free};
     std::unique_ptr<llama_context, void (*)(llama_context *)> ctx{nullptr, llama_free};
 
     explicit test_model(uint32_t n_ctx = 256, uint32_t n_batch = 64) {
-        const char * path = std::getenv("S2MOE_TEST_MODEL");
-        if (path == nullptr) {
-            std::fprintf(stderr, "set S2MOE_TEST_MODEL to a small MoE GGUF\n");
-            std::exit(1);
-        }
+        load(llama_model_default_params(), n_ctx, n_batch);
+    }
+
+  protected:
+    struct unloaded {};
+
+    explicit test_model(unloaded) {
+    }
+
+    void load(const llama_model_params & model_params, uint32_t n_ctx, uint32_t n_batch) {
         llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
         llama_backend_init();
-        model.reset(llama_model_load_from_file(path, llama_model_default_params()));
+        model.reset(llama_model_load_from_file(test_model_path(), model_params));
         CHECK(model != nullptr);
         llama_context_params params = llama_context_default_params();
         params.n_ctx = n_ctx;
@@ -42,6 +56,7 @@ struct test_model {
         CHECK(ctx != nullptr);
     }
 
+  public:
     int32_t n_vocab() const {
         return llama_vocab_n_tokens(llama_model_get_vocab(model.get()));
     }

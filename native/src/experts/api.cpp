@@ -45,6 +45,9 @@ namespace {
 
 s2moe::cache_options read_options(const char * json) {
     const common_json options = common_json::parse(json == nullptr || *json == '\0' ? "{}" : json);
+    if (!options.is_object()) {
+        throw failure(S2MOE_ERROR_INVALID, "the options are no JSON object");
+    }
     s2moe::cache_options result;
     const auto choice = [&](const char * key, std::string & value, std::initializer_list<const char *> allowed) {
         if (!options.contains(key)) {
@@ -90,6 +93,12 @@ void check_counts(const s2moe_experts * experts, int64_t n) {
     }
 }
 
+void check_count(const char * name, int64_t n) {
+    if (n < 0) {
+        throw failure(S2MOE_ERROR_INVALID, std::string(name) + " is negative");
+    }
+}
+
 } // namespace
 
 int32_t s2moe_model_layout(const char * path, char ** layout_json) {
@@ -124,7 +133,9 @@ uint64_t s2moe_experts_floor_bytes(const s2moe_experts * experts) {
 }
 
 uint64_t s2moe_experts_shrink(s2moe_experts * experts, uint64_t capacity_bytes) {
-    return experts->cache.shrink(capacity_bytes);
+    uint64_t n_bytes = 0;
+    guard(S2MOE_ERROR_INTERNAL, [&] { n_bytes = experts->cache.shrink(capacity_bytes); });
+    return n_bytes;
 }
 
 int32_t s2moe_experts_reader(const s2moe_experts * experts, char ** reader_json) {
@@ -145,6 +156,7 @@ int32_t s2moe_experts_residency(const s2moe_experts * experts, int32_t layer, ui
 int32_t s2moe_experts_prefetch(
     s2moe_experts * experts, const s2moe_expert_id * ids, int32_t n_ids, s2moe_priority priority, int32_t * n_queued) {
     return guard(S2MOE_ERROR_INTERNAL, [&] {
+        check_count("n_ids", n_ids);
         const int n = experts->cache.prefetch({ids, static_cast<size_t>(n_ids)}, priority);
         if (n_queued != nullptr) {
             *n_queued = n;
@@ -153,11 +165,16 @@ int32_t s2moe_experts_prefetch(
 }
 
 int32_t s2moe_experts_cancel_prefetches(s2moe_experts * experts) {
-    return experts->cache.cancel_prefetches();
+    int32_t n = 0;
+    guard(S2MOE_ERROR_INTERNAL, [&] { n = experts->cache.cancel_prefetches(); });
+    return n;
 }
 
 int32_t s2moe_experts_pin(s2moe_experts * experts, const s2moe_expert_id * ids, int32_t n_ids) {
-    return guard(S2MOE_ERROR_INTERNAL, [&] { experts->cache.pin({ids, static_cast<size_t>(n_ids)}); });
+    return guard(S2MOE_ERROR_INTERNAL, [&] {
+        check_count("n_ids", n_ids);
+        experts->cache.pin({ids, static_cast<size_t>(n_ids)});
+    });
 }
 
 void s2moe_experts_costs(const s2moe_experts * experts, s2moe_expert_costs * costs) {
@@ -180,15 +197,18 @@ int32_t s2moe_experts_warm(s2moe_experts * experts, const uint64_t * counts, int
 
 int32_t s2moe_experts_set_trace(s2moe_experts * experts, int64_t n_max) {
     return guard(S2MOE_ERROR_INTERNAL, [&] {
-        if (n_max < 0) {
-            throw failure(S2MOE_ERROR_INVALID, "n_max is negative");
-        }
+        check_count("n_max", n_max);
         experts->cache.set_trace(n_max);
     });
 }
 
 int64_t s2moe_experts_take_trace(s2moe_experts * experts, s2moe_expert_trace * records, int64_t n_max) {
-    return experts->cache.take_trace({records, static_cast<size_t>(n_max)});
+    int64_t n = 0;
+    guard(S2MOE_ERROR_INTERNAL, [&] {
+        check_count("n_max", n_max);
+        n = experts->cache.take_trace({records, static_cast<size_t>(n_max)});
+    });
+    return n;
 }
 
 int32_t s2moe_experts_measure(s2moe_experts * experts, uint64_t n_bytes, double * bytes_per_second) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "barrier.h"
 #include "ggml-cpu.h"
 #include "matmul.h"
 
@@ -113,6 +114,7 @@ bool expert_buffer_type::supports_op(ggml_backend_dev_t, const ggml_tensor * op)
 }
 
 ggml::cpu::tensor_traits * expert_buffer_type::get_tensor_traits(const ggml_tensor * op) {
+    acquire_from_others();
     const bool mine = op->op == GGML_OP_MUL_MAT_ID && is_ours(op->src[0]) && op->src[0]->buffer->buft == &buffer_type;
     return mine ? static_cast<ggml::cpu::tensor_traits *>(op->src[0]->extra) : nullptr;
 }

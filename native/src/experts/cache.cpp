@@ -1,5 +1,6 @@
 #include "cache.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -20,8 +21,8 @@ namespace {
 constexpr int decode_tokens_max = 8; // longer batches are prompts
 constexpr int prefetches_max = 4;    // reads in flight, so that a demand does not wait long
 constexpr int warmups_max = 2;
-constexpr double prompt_weight = 4;      // a prompt counts as much as so many decodes, spread over its tokens
-constexpr double warm_weight = 16;       // so do the counts of earlier runs
+constexpr double prompt_weight = 8;      // a prompt counts as much as so many decodes, spread over its tokens
+constexpr double warm_weight = 8;        // so do the counts of earlier runs
 constexpr double average_share = 0.1;    // of a new sample in a moving average
 constexpr double read_ahead_share = 0.6; // of a layer's experts that a batch must use to read the next one ahead
 constexpr uint64_t sample_bytes = 256 * 1024;
@@ -130,9 +131,34 @@ void expert_cache::allocate(uint64_t capacity_bytes) {
         totals.capacity_experts += n_slots[i];
         totals.capacity_bytes += n_bytes;
     }
+    populating = std::thread([this, areas = pools] {
+        const sched_param priority = {};
+        sched_setscheduler(0, SCHED_IDLE, &priority); // of this thread only; harmless if it is not allowed
+        for (const pool & area : areas) {
+            populate(area.base, area.mapped_bytes);
+        }
+    });
+}
+
+// The kernel clears pages when they are first touched, which takes longer than to read them from a fast drive. An idle
+// core can do that before the reads come.
+void expert_cache::populate(std::byte * base, uint64_t n_bytes) {
+#if defined(MADV_POPULATE_WRITE)
+    constexpr uint64_t step = 8 * 1024 * 1024;
+    for (uint64_t i = 0; i < n_bytes && !stop_populating; i += step) {
+        if (madvise(base + i, std::min(step, n_bytes - i), MADV_POPULATE_WRITE) != 0) {
+            return; // an old kernel: the reads will do it
+        }
+    }
+#endif
 }
 
 void expert_cache::free_pools() {
+    if (populating.joinable()) {
+        stop_populating = true;
+        populating.join();
+        stop_populating = false;
+    }
     for (pool & pool : pools) {
         if (pool.base != nullptr) {
             munmap(pool.base, pool.mapped_bytes);
@@ -148,6 +174,10 @@ uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
     drain(lock);
     close_op();
     end_pass();
+    stop_populating = true;
+    if (populating.joinable()) {
+        populating.join();
+    }
     for (size_t i = 0; i < pools.size(); ++i) {
         pool & pool = pools[i];
         const slot_class & each = layout.classes[i];
@@ -279,7 +309,7 @@ uint32_t expert_cache::demand_slot(int slot_class, std::unique_lock<std::mutex> 
             release(slot, true);
             return take_free(slot_class);
         }
-        if (n_reading == 0) {
+        if (n_reading == 0 || reader_error != 0) {
             return no_slot; // fewer slots than a layer has experts
         }
         slot_freed.wait(lock); // prefetches are landing in all that could be had
@@ -336,9 +366,9 @@ void expert_cache::drain(std::unique_lock<std::mutex> & lock) {
     for (auto & queue : queues) {
         queue.clear();
     }
-    slot_freed.wait(lock, [&] { return n_reading == 0; });
+    slot_freed.wait(lock, [&] { return n_reading == 0 || reader_error != 0; });
     for (uint32_t s = 0; s < slots.size(); ++s) {
-        if (slots[s].owner != no_slot && slots[s].n_missing > 0) {
+        if (slots[s].owner != no_slot && slots[s].n_missing > 0 && slots[s].n_reading == 0) {
             release(s, false);
         }
     }
@@ -418,6 +448,19 @@ void expert_cache::landed(const read_request & request, int error) {
     slot_freed.notify_all();
 }
 
+void expert_cache::reader_died(int error) {
+    const std::lock_guard lock(mutex);
+    reader_error = error;
+    fail_reader();
+    slot_freed.notify_all();
+}
+
+void expert_cache::fail_reader() {
+    fail_locked(S2MOE_ERROR_IO,
+                "io_uring failed: " + std::string(std::strerror(reader_error)) +
+                    "; restart the server with --reader threads");
+}
+
 void expert_cache::whole_slot_landed(slot & target) {
     const double duration = seconds(steady::now() - target.requested);
     static constexpr double bounds[] = S2MOE_LOAD_BUCKETS;
@@ -450,6 +493,9 @@ void expert_cache::begin_decode() {
     close_op();
     end_pass();
     decode_failed.store(false, std::memory_order_release);
+    if (reader_error != 0) {
+        fail_reader();
+    }
 }
 
 void expert_cache::end_decode() {
@@ -649,9 +695,11 @@ void expert_cache::begin_pass(int layer_index,
         }
         if (wanted.slot != no_slot && slots[wanted.slot].broken) {
             if (slots[wanted.slot].n_reading > 0) {
-                slot_freed.wait(lock, [&] { return wanted.slot == no_slot || slots[wanted.slot].n_reading == 0; });
+                slot_freed.wait(lock, [&] {
+                    return wanted.slot == no_slot || slots[wanted.slot].n_reading == 0 || reader_error != 0;
+                });
             }
-            if (wanted.slot != no_slot) {
+            if (wanted.slot != no_slot && slots[wanted.slot].n_reading == 0) {
                 release(wanted.slot, false);
             }
         }
@@ -958,6 +1006,13 @@ class measuring_source final : public read_source {
         left -= std::min(left, request.n_bytes);
         ++n_reading;
         return true;
+    }
+
+    void reader_died(int read_error) override {
+        const std::lock_guard lock(mutex);
+        error = read_error;
+        n_reading = 0;
+        changed.notify_all();
     }
 
     void landed(const read_request & request, int read_error) override {

@@ -23,6 +23,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "layout.h"
@@ -181,11 +182,13 @@ class expert_cache final : private read_source {
     // read_source
     bool take(read_request & request) override;
     void landed(const read_request & request, int error) override;
+    void reader_died(int error) override;
 
     // all below: the mutex is held
     bool take_from(std::deque<queued_read> & queue, read_request & request);
     void close_op();
     void note_reads(std::chrono::steady_clock::time_point now);
+    void fail_reader();
     void fail_locked(s2moe_status status, const std::string & message);
     void
     begin_pass(int layer_index, std::span<const int32_t> n_rows, int n_tokens, std::unique_lock<std::mutex> & lock);
@@ -214,6 +217,7 @@ class expert_cache final : private read_source {
     }
     uint32_t entry_of(const s2moe_expert_id & id) const;
     void free_pools();
+    void populate(std::byte * base, uint64_t n_bytes);
     bool resident(const slot & slot) const {
         return slot.owner != no_slot && slot.n_missing == 0 && !slot.broken;
     }
@@ -233,6 +237,7 @@ class expert_cache final : private read_source {
     op_state op;
     int64_t clock = 0;    // decodes so far
     int ahead_index = -1; // layer that is being read ahead of a prompt: its experts stay
+    int reader_error = 0; // errno: there is no reader any more
     std::atomic<bool> decode_failed = false;
     s2moe_status failure_status = S2MOE_OK;
     std::string failure_message;
@@ -244,6 +249,9 @@ class expert_cache final : private read_source {
     double hit_seconds = 0;
     std::deque<s2moe_expert_trace> trace;
     int64_t n_trace_max = 0;
+
+    std::atomic<bool> stop_populating = false;
+    std::thread populating; // touches the pools' memory, at idle priority
 
     model_files files;
     std::string reader_reason;

@@ -20,6 +20,7 @@ namespace s2moe {
 namespace {
 
 constexpr int n_split_max = 1000;
+constexpr int64_t n_expert_max = 65536;
 
 struct header_deleter {
     void operator()(gguf_context * gguf) const {
@@ -51,6 +52,7 @@ uint64_t file_size(const std::string & path) {
 }
 
 header read_header(const std::string & path) {
+    file_size(path); // names what is wrong with a path that cannot be opened
     header result;
     ggml_context * tensors = nullptr;
     result.gguf.reset(gguf_init_from_file(path.c_str(), {.no_alloc = true, .ctx = &tensors}));
@@ -231,6 +233,11 @@ class layout_builder {
             refuse(layout.files[file].path,
                    "has " + std::to_string(n_expert) + " experts in " + name + ", but says that there are " +
                        std::to_string(layout.n_expert) + " in a layer");
+        }
+        if (size == 0 || n_expert > n_expert_max) {
+            refuse(layout.files[file].path,
+                   "has " + std::to_string(size) + " bytes for " + std::to_string(n_expert) + " experts in " + name +
+                       "; its header is damaged");
         }
         layout.expert_bytes += size;
         auto & parts = layers[std::stoi(match[1])];

@@ -4,13 +4,9 @@
 #include <cstring>
 #include <vector>
 
+#include "barrier.h"
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
-
-#if defined(__SANITIZE_THREAD__)
-extern "C" void __tsan_acquire(void *);
-extern "C" void __tsan_release(void *);
-#endif
 
 namespace s2moe {
 
@@ -23,15 +19,11 @@ constexpr int64_t gemm_chunk_rows = 64;
 constexpr int64_t block_rows = 32; // rows of weights that stay in the first cache while several vectors pass
 constexpr int64_t pack_rows = 64;
 
-// All threads of the graph meet. ggml's barrier is invisible to the thread sanitizer.
+// All threads of the graph meet.
 void meet(const ggml_compute_params * params) {
-#if defined(__SANITIZE_THREAD__)
-    __tsan_release(params->threadpool);
-#endif
+    release_to_others();
     ggml_barrier(params->threadpool);
-#if defined(__SANITIZE_THREAD__)
-    __tsan_acquire(params->threadpool);
-#endif
+    acquire_from_others();
 }
 
 template <typename T> T * advance(std::byte *& cursor, size_t n) {
@@ -77,6 +69,7 @@ expert_matrix::expert_matrix(expert_cache & cache, int layer_index, int part, co
     : cache(cache), layer_index(layer_index), part(part), type(tensor->type), n_values(tensor->ne[0]),
       n_rows(tensor->ne[1]), n_expert(tensor->ne[2]), row_bytes(ggml_row_size(tensor->type, tensor->ne[0])),
       packed(false), kernels() {
+    release_to_others(); // to the threads that will compute
     packed = s2moe_find_repack_kernels(tensor, &kernels);
     activation_type = packed ? kernels.activation_type : ggml_get_type_traits_cpu(type)->vec_dot_type;
     activation_bytes = ggml_row_size(activation_type, n_values);
@@ -319,9 +312,7 @@ bool expert_matrix::compute_forward(ggml_compute_params * params, ggml_tensor * 
     }
     const work work = lay_out(op, params->wdata);
     GGML_ASSERT(work.n_bytes <= params->wsize);
-#if defined(__SANITIZE_THREAD__)
-    __tsan_acquire(params->threadpool);
-#endif
+    acquire_from_others();
     if (params->ith == 0) {
         cache.set_thread_count(params->nth);
         group_rows(op, work);
@@ -337,9 +328,7 @@ bool expert_matrix::compute_forward(ggml_compute_params * params, ggml_tensor * 
     if (params->ith == 0) {
         cache.end_op();
     }
-#if defined(__SANITIZE_THREAD__)
-    __tsan_release(params->threadpool);
-#endif
+    release_to_others();
     return true;
 }
 

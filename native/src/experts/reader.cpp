@@ -50,6 +50,11 @@ void model_files::open_all(const std::vector<model_file> & paths, int flags) {
             close_all();
             throw failure(S2MOE_ERROR_IO, path.path + ": " + std::strerror(error));
         }
+        if (static_cast<uint64_t>(info.st_size) != path.bytes) {
+            close(descriptor);
+            close_all();
+            throw failure(S2MOE_ERROR_IO, path.path + ": was changed while it was opened; start again");
+        }
         files.push_back({descriptor, info.st_size, info.st_mtim.tv_sec, info.st_mtim.tv_nsec});
     }
 }

@@ -31,6 +31,10 @@ class read_source {
     // A read that take() gave is over. error: 0, or an errno; ENODATA: the file is too short, ESTALE: it was changed.
     virtual void landed(const read_request & request, int error) = 0;
 
+    // Reads that take() gave will never be over, and no more will be made: the kernel's interface failed with this
+    // errno.
+    virtual void reader_died(int error) = 0;
+
   protected:
     ~read_source() = default;
 };

@@ -10,12 +10,15 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <thread>
 
 namespace s2moe {
 
 namespace {
+
+constexpr int n_failures_max = 1000;
 
 class uring_reader final : public expert_reader {
   public:
@@ -77,6 +80,7 @@ class uring_reader final : public expert_reader {
 
     void run() {
         watch_event();
+        int n_failures = 0; // in a row
         while (true) {
             if (!stopping) {
                 start_reads();
@@ -85,8 +89,13 @@ class uring_reader final : public expert_reader {
                 return; // the ring's end cancels the read of the eventfd
             }
             const int result = io_uring_submit_and_wait(&ring, 1);
-            if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) {
-                fail_all(-result);
+            n_failures = result < 0 && result != -EINTR ? n_failures + 1 : 0;
+            if (n_failures > n_failures_max) {
+                source.reader_died(-result); // what is in flight may still be written to: it stays taken
+                return;
+            }
+            if (n_failures > 0) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1)); // memory may be short for a moment
             }
             reap();
         }
@@ -147,17 +156,6 @@ class uring_reader final : public expert_reader {
         each.busy = false;
         --n_busy;
         source.landed(each.request, error);
-    }
-
-    // The ring is unusable: nothing that was submitted can be trusted to complete.
-    void fail_all(int error) {
-        for (slot & each : slots) {
-            if (each.busy) {
-                each.busy = false;
-                --n_busy;
-                source.landed(each.request, error);
-            }
-        }
     }
 
     model_files & files;
