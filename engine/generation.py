@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from s2moe.engine.errors import RequestAbortedError, RequestError
+from s2moe.engine.expert_stats import UseMeter
 from s2moe.engine.messages import (
+    ExpertUse,
     Finished,
     Generate,
     GenerationEvent,
@@ -40,6 +42,8 @@ class Generation:
         self.n_decode_steps = 0
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
+        self.prefill_experts: ExpertUse | None = None
+        self.decode_experts: ExpertUse | None = None
         self._n_unsent_tokens = 0
 
     def run(self) -> Iterator[GenerationEvent]:
@@ -154,6 +158,7 @@ class Generation:
             n_prompt_tokens=len(prompt),
             n_cached_tokens=self.n_cached_tokens,
         )
+        meter = UseMeter(model.experts)
         started = time.monotonic()
         try:
             for begin in range(self.n_cached_tokens, len(prompt), model.n_batch):
@@ -164,6 +169,7 @@ class Generation:
                 yield PrefillProgress(request_id=self._request.request_id, n_done_tokens=begin + len(chunk))
         finally:
             self.prefill_seconds = time.monotonic() - started
+            self.prefill_experts = meter.read()
 
     def _decode(
         self, sampler: Sampler, stream: AnswerStream, visible_specials: frozenset[int]
@@ -173,6 +179,7 @@ class Generation:
         n_max = model.n_ctx - self.n_prompt_tokens
         if self._request.max_tokens is not None:
             n_max = min(n_max, self._request.max_tokens)
+        meter = UseMeter(model.experts)
         started = time.monotonic()
         try:
             while True:
@@ -197,6 +204,7 @@ class Generation:
                 self.decode_seconds = time.monotonic() - started
         finally:
             self.decode_seconds = time.monotonic() - started
+            self.decode_experts = meter.read()
         delta = stream.finish()
         if delta.content or delta.reasoning or self._n_unsent_tokens:
             yield self._step(delta, sampled_ns)
@@ -237,6 +245,8 @@ class Generation:
                 prefill_seconds=self.prefill_seconds,
                 decode_seconds=self.decode_seconds,
                 n_decode_steps=self.n_decode_steps,
+                prefill_experts=self.prefill_experts,
+                decode_experts=self.decode_experts,
             ),
             stop_string=stop_string,
         )

@@ -9,20 +9,30 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import resource
 import socket
 import threading
 import time
+from typing import Any
+
+import msgspec
 
 from s2moe.engine import messages as wire
 from s2moe.engine.errors import EngineStartError, RequestError
+from s2moe.engine.expert_stats import ActivityMeter, cache_gauges
 from s2moe.engine.generation import Generation
+from s2moe.engine.hot_experts import ModelIdentity
+from s2moe.engine.memory import available_bytes, resident_bytes, total_bytes
+from s2moe.engine.memory_guard import SHRINK_CACHE
 from s2moe.engine.model import Model
 from s2moe.engine.native import LibraryNotFoundError, NativeError
+from s2moe.engine.native_experts import model_layout
+from s2moe.engine.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_SECONDS = 1.0
+IDLE_STATS_INTERVAL_SECONDS = 10.0
+"""While nothing happens; a warm-up is reported as often as a request."""
 RECEIVE_BYTES = 1 << 16
 CAPABILITIES = ["chat", "grammar", "prefix-reuse", "reasoning"]
 
@@ -65,6 +75,10 @@ class Engine:
         self._last_step = time.monotonic()
         self._sent = wire.EngineStats()
         self._stats_due = 0.0
+        self._idle_stats_due = 0.0
+        self._warm_start: WarmStart | None = None
+        self._activity = ActivityMeter()
+        self._expert_reader: dict[str, Any] = {}
 
     # the reader thread
 
@@ -76,7 +90,7 @@ class Engine:
             logger.info("front end closed the connection")
         except (OSError, wire.ProtocolError) as error:
             logger.error("connection to the front end failed: %s", error)
-        # nothing here is worth saving, and a native call may still run for long
+        # what is worth saving is saved every few minutes, and a native call may still run for long
         os._exit(0)
 
     def _dispatch(self, message: wire.ToEngine | wire.FromEngine) -> None:
@@ -140,10 +154,29 @@ class Engine:
         model = self._load(configure)
         if model is None:
             return 1
-        while isinstance(message := self._inbox.get(), wire.Generate):
+        while isinstance(message := self._next_message(model), wire.Generate):
             self._generate(model, message)
+            if self._warm_start is not None:
+                self._warm_start.keep()
+        if self._warm_start is not None:
+            self._warm_start.close()
         model.close()
         return 0
+
+    def _next_message(self, model: Model) -> wire.Configure | wire.Generate | wire.Shutdown:
+        """Waits for it; meanwhile reports what goes on in the background."""
+        while True:
+            try:
+                return self._inbox.get(timeout=STATS_INTERVAL_SECONDS)
+            except queue.Empty:
+                stats = self._background_stats(model)
+                now = time.monotonic()
+                news = stats.experts is not None or stats.memory_pressure_events
+                if news or now >= self._idle_stats_due:
+                    self._idle_stats_due = now + IDLE_STATS_INTERVAL_SECONDS
+                    self._channel.send(stats)
+                if self._warm_start is not None:
+                    self._warm_start.keep()
 
     def _load(self, configure: wire.Configure) -> Model | None:
         started = time.monotonic()
@@ -158,6 +191,7 @@ class Engine:
 
         try:
             model = Model(configure, report)
+            self._warm_start = _prepare_warm_start(model, configure)
         except (EngineStartError, LibraryNotFoundError, NativeError) as error:
             code = error.code if isinstance(error, EngineStartError) else "library_invalid"
             self._channel.send(wire.Fatal(code=code, message=str(error)))
@@ -169,8 +203,14 @@ class Engine:
             return None
         with self._lock:
             self._model = model
-        self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started))
-        self._channel.send(wire.EngineStats(kv_cache_capacity_tokens=model.n_ctx, rss_bytes=resident_bytes()))
+        plan = None if model.plan is None else model.plan.to_wire()
+        self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started, plan=plan))
+        if model.experts is not None:
+            self._expert_reader = model.experts.reader()
+        # the report first: it also fits the cache to the budget, and would take slots just being filled
+        self._channel.send(self._background_stats(model))
+        if self._warm_start is not None:
+            self._warm_start.begin()
         return model
 
     def _generate(self, model: Model, request: wire.Generate) -> None:
@@ -241,7 +281,8 @@ class Engine:
         )
         sent, self._sent = self._sent, total
         self._channel.send(
-            wire.EngineStats(
+            msgspec.structs.replace(
+                self._background_stats(model),
                 prompt_tokens_computed=total.prompt_tokens_computed - sent.prompt_tokens_computed,
                 prompt_tokens_cached=total.prompt_tokens_cached - sent.prompt_tokens_cached,
                 generated_tokens=total.generated_tokens - sent.generated_tokens,
@@ -249,14 +290,45 @@ class Engine:
                 decode_step_seconds=total.decode_step_seconds - sent.decode_step_seconds,
                 prefill_seconds=total.prefill_seconds - sent.prefill_seconds,
                 graph_reuses=total.graph_reuses - sent.graph_reuses,
-                kv_cache_tokens=len(model.kv_tokens),
-                kv_cache_capacity_tokens=model.n_ctx,
-                rss_bytes=resident_bytes(),
             )
         )
 
+    def _background_stats(self, model: Model) -> wire.EngineStats:
+        """Gauges, and what happens without a request too; to be sent, since its increments are then counted
+        as reported."""
+        pressure = self._relieve_memory(model)
+        experts = None if model.experts is None else model.experts.stats()
+        return wire.EngineStats(
+            kv_cache_tokens=len(model.kv_tokens),
+            kv_cache_capacity_tokens=model.n_ctx,
+            rss_bytes=resident_bytes(),
+            experts=None if experts is None else self._activity.read(experts),
+            expert_cache=None if experts is None else cache_gauges(experts, self._expert_reader),
+            memory_pools=model.memory_pools(),
+            memory_available_bytes=available_bytes(),
+            memory_total_bytes=total_bytes(),
+            memory_pressure_events=pressure,
+        )
 
-def resident_bytes() -> int:
-    """This process's resident set, from /proc."""
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no Path object per call
-        return int(file.read().split()[1]) * resource.getpagesize()
+    def _relieve_memory(self, model: Model) -> dict[str, int]:
+        """Keeps the budget; returns what had to be done for it, as EngineStats counts it."""
+        if model.guard is None:
+            return {}
+        before = model.guard.n_shrinks
+        model.guard.check()
+        n_shrinks = model.guard.n_shrinks - before
+        return {SHRINK_CACHE: n_shrinks} if n_shrinks else {}
+
+
+def _prepare_warm_start(model: Model, configure: wire.Configure) -> WarmStart | None:
+    """Raises EngineStartError when --hot-experts cannot be used."""
+    if model.experts is not None:
+        identity = ModelIdentity.of_layout(model_layout(model.library, configure.model_path))
+        fits = model.plan is not None and model.plan.all_resident
+        return WarmStart(model.experts, identity, configure, every_expert_fits=fits)
+    if configure.hot_experts_path is not None:
+        raise EngineStartError(
+            "hot_experts_invalid",
+            f"--hot-experts: {configure.model_path} is served without an expert cache; omit the option",
+        )
+    return None

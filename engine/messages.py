@@ -28,6 +28,11 @@ import msgspec
 
 PROTOCOL_VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+LOAD_DURATION_BOUNDS_SECONDS: Final = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+)
+"""Upper bounds of the buckets of ExpertActivity.load_duration_counts; a last one has no bound."""
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -49,12 +54,27 @@ class Configure(Message, frozen=True, tag=True):
     n_ctx: int = 0
     """Context length in tokens; 0 = the smaller of the model's training context and 8,192."""
     n_batch: int = 512
-    """Prompt tokens evaluated per native call."""
+    """Prompt tokens evaluated per native call; 0 = 512, or fewer where memory is short."""
     n_threads: int = 0
     """Compute threads; 0 = one per physical core that this process may use."""
     device: str = "cpu"
     chat_template: str | None = None
     """Jinja source that replaces the model's own chat template."""
+    hot_experts_path: str | None = None
+    """File that says which experts to read ahead of the first request; None = those of earlier runs."""
+    keep_expert_counts: bool = True
+    """Whether to keep in the cache directory how often experts are used."""
+    memory_budget_bytes: int = 0
+    """What front end and engine may take together; 0 = what the machine has, less a reserve."""
+    front_end_bytes: int = 0
+    """The resident set of the front end, which is then the engine's parent process and is watched by it; 0 =
+    the front end does not count."""
+    io: str = "direct"
+    """How experts are read: `direct` or `buffered`."""
+    reader: str = "auto"
+    """`auto`, `io_uring` or `threads`."""
+    expert_trace_path: str | None = None
+    """Where to write one line of JSON per layer of each decode."""
 
 
 class Sampling(Message, frozen=True, tag=True):
@@ -116,7 +136,7 @@ class Hello(Message, frozen=True, tag=True):
 
 class LoadProgress(Message, frozen=True, tag=True):
     phase: str
-    """`library`, `model`, `context`, `warmup`."""
+    """`library`, `plan`, `model`, `context`, `warmup`."""
     fraction: float
     """0 … 1 of this phase."""
     detail: str = ""
@@ -143,9 +163,32 @@ class ModelInfo(Message, frozen=True, tag=True):
     """`b<build>-<commit>` of llama.cpp plus the patch revision."""
 
 
+class Plan(Message, frozen=True, tag=True):
+    """How the memory budget was divided at start."""
+
+    budget_bytes: int
+    budget_source: str = ""
+    """Who set it, for people."""
+    pools: list[MemoryPool] = []
+    """Their `budget_bytes`."""
+    n_slots: int = 0
+    """Experts that fit into the expert cache; about, where layers have experts of different sizes."""
+    n_experts: int = 0
+    """Experts of all layers together; 0 for a dense model."""
+    n_cycle_slots: int = 0
+    """Experts that one token uses."""
+    floor_bytes: int = 0
+    """The least budget that this configuration can be served with."""
+    lines: list[str] = []
+    """The plan in words, for the log."""
+    warnings: list[str] = []
+
+
 class Ready(Message, frozen=True, tag=True):
     model: ModelInfo
     load_seconds: float = 0.0
+    plan: Plan | None = None
+    """None: nothing was planned, as for a model on a GPU."""
 
 
 class Fatal(Message, frozen=True, tag=True):
@@ -186,10 +229,25 @@ class Step(Message, frozen=True, tag=True):
     """CLOCK_MONOTONIC at which the native call that gave the last of these tokens returned."""
 
 
+class ExpertUse(Message, frozen=True, tag=True):
+    """What one phase of one request asked of the expert cache."""
+
+    n_lookups: int = 0
+    """Experts of a layer that a decode needed; each counts once per layer and decode."""
+    n_misses: int = 0
+    read_bytes: int = 0
+    """Read on demand or ahead; warm-up in the background is not the request's."""
+    stall_seconds: float = 0.0
+    """Time that computing waited for reads."""
+
+
 class Timings(Message, frozen=True, tag=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     n_decode_steps: int = 0
+    prefill_experts: ExpertUse | None = None
+    """None: the model has no expert cache."""
+    decode_experts: ExpertUse | None = None
 
 
 class Finished(Message, frozen=True, tag=True):
@@ -227,9 +285,75 @@ class Pong(Message, frozen=True, tag=True):
     """Time since the last native call returned (0 while idle). Large = hung rather than busy."""
 
 
+class ExpertPhase(Message, frozen=True, tag=True):
+    """Increments of what the expert cache counts by phase."""
+
+    hits: int = 0
+    misses: int = 0
+    prefetched: int = 0
+    """Lookups that found the expert resident or on its way because of a prefetch."""
+    stall_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+
+class ExpertLoads(Message, frozen=True, tag=True):
+    """Increments of experts read for one reason."""
+
+    n_loads: int = 0
+    n_bytes: int = 0
+
+
+class ExpertActivity(Message, frozen=True, tag=True):
+    """What the expert cache did: increments."""
+
+    prefill: ExpertPhase = ExpertPhase()
+    decode: ExpertPhase = ExpertPhase()
+    demand: ExpertLoads = ExpertLoads()
+    prefetch: ExpertLoads = ExpertLoads()
+    warmup: ExpertLoads = ExpertLoads()
+    load_duration_counts: list[int] = []
+    """Experts read, by time from request to the last byte: [len(LOAD_DURATION_BOUNDS_SECONDS) + 1], each
+    bucket without those below it; empty = all zero."""
+    load_duration_seconds: float = 0.0
+    read_seconds: float = 0.0
+    """Time during which at least one read was in flight."""
+    evictions: int = 0
+    prefetches_used: int = 0
+    prefetches_late: int = 0
+    prefetches_wasted: int = 0
+    read_errors: int = 0
+
+
+class ExpertCache(Message, frozen=True, tag=True):
+    """What the expert cache is and holds: gauges."""
+
+    resident_experts: int = 0
+    resident_bytes: int = 0
+    capacity_experts: int = 0
+    capacity_bytes: int = 0
+    io: str = ""
+    """`direct` or `buffered`."""
+    reader: str = ""
+    """`io_uring` or `threads`."""
+    reason: str = ""
+    """Why not what `auto` prefers; empty if it is."""
+
+
+class MemoryPool(Message, frozen=True, tag=True):
+    """Memory for one purpose: gauges."""
+
+    pool: str
+    """`weights`, `kv`, `compute`, `expert_cache`, `processes` or `reserve`."""
+    budget_bytes: int = 0
+    """As planned at start."""
+    used_bytes: int = 0
+    """As measured."""
+
+
 class EngineStats(Message, frozen=True, tag=True):
-    """Increments since the last EngineStats, and gauges as they are now. Sent with each Finished and
-    once per second while a request runs."""
+    """Increments since the last EngineStats, and gauges as they are now. Sent after Ready, before each
+    Finished or Failed, once per second while a request runs, and while the engine idles when something
+    changed."""
 
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
@@ -244,6 +368,18 @@ class EngineStats(Message, frozen=True, tag=True):
     """gauge"""
     rss_bytes: int = 0
     """gauge: the engine's resident set"""
+    experts: ExpertActivity | None = None
+    """None: nothing happened, or the model has no expert cache."""
+    expert_cache: ExpertCache | None = None
+    """gauges; None: the model has no expert cache"""
+    memory_pools: list[MemoryPool] = []
+    """gauges; empty when there is no plan"""
+    memory_available_bytes: int = 0
+    """gauge: what may still be taken without swapping, container limits included; 0 = not known"""
+    memory_total_bytes: int = 0
+    """gauge: what there is, container limits included; 0 = not known"""
+    memory_pressure_events: dict[str, int] = {}
+    """Increments by what was done about it, such as `shrink_cache`."""
 
 
 ToEngine = Configure | Generate | Abort | Ping | Shutdown

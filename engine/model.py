@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.errors import EngineStartError, RequestAbortedError, RequestError
-from s2moe.engine.memory import available_bytes
-from s2moe.engine.messages import Configure, ModelInfo
+from s2moe.engine.expert_trace import ExpertTraceFile
+from s2moe.engine.loading import Loader, check_file, meta_value
+from s2moe.engine.memory import Footprint, measure_footprint
+from s2moe.engine.memory_guard import MemoryGuard
+from s2moe.engine.messages import Configure, MemoryPool, ModelInfo
 from s2moe.engine.native import (
     AbortSwitch,
     ChatTemplate,
@@ -22,47 +23,14 @@ from s2moe.engine.native import (
     Status,
     load_llama_cpp,
 )
+from s2moe.engine.native_log import NativeLog
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_N_CTX = 8192
-GGUF_MAGIC = b"GGUF"
-
-GGML_LOG_LEVEL_ERROR = 4
-_LOG_LEVELS = {3: logging.WARNING, GGML_LOG_LEVEL_ERROR: logging.ERROR}
-"""ggml_log_level → ours; the rest of llama.cpp's chatter is for debugging."""
-_EXPECTED_WARNINGS = (
-    "removing memory module entries",
-    "failed to decode, ret = 2",
-    "failed with error 1",
-    "compute status: 1",
-)
-"""What llama.cpp warns of when a decode is aborted, which is an ordinary event here."""
-
-
-class NativeLog:
-    """Routes llama.cpp's log into ours and remembers its last errors, which explain a failed load."""
-
-    def __init__(self, llama_cpp: Any) -> None:
-        self.errors: deque[str] = deque(maxlen=5)
-        self._lock = threading.Lock()
-        self._callback = llama_cpp.llama_log_callback(self._receive)
-        llama_cpp.llama_log_set(self._callback, ctypes.c_void_p(0))
-
-    def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
-        line = text.decode(errors="replace").strip()
-        if not line:
-            return
-        if level == GGML_LOG_LEVEL_ERROR:
-            with self._lock:
-                self.errors.append(line)
-        expected = any(warning in line for warning in _EXPECTED_WARNINGS)
-        logger.log(logging.DEBUG if expected else _LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
-
-    def explain(self, default: str) -> str:
-        """The oldest remembered error, which is usually the cause; later ones only report the failure."""
-        with self._lock:
-            return self.errors[0] if self.errors else default
+_DECODE_FAILURES = {
+    Status.NO_MEMORY: "insufficient_memory",
+    Status.IO: "model_file_error",
+    Status.NUMERIC: "numeric_error",
+}
+"""Codes of RequestError."""
 
 
 class Model:
@@ -83,13 +51,17 @@ class Model:
         self.llama_cpp.llama_backend_init()
         self.n_threads = configure.n_threads or default_thread_count()
         self._check_device(configure)
-        self._check_file(Path(configure.model_path))
+        check_file(Path(configure.model_path))
         on_progress("library", 1.0)
 
-        self.handle = self._load_weights(configure, on_progress)
+        self._front_end_bytes = configure.front_end_bytes
+        loader = Loader(
+            self.llama_cpp, self.library, self._log, configure, self.n_threads, self.measure_footprint
+        )
+        self._loaded = loader.load(on_progress)
+        self.handle, self.context = self._loaded.handle, self._loaded.context
+        self.experts, self.plan = self._loaded.experts, self._loaded.plan
         self.vocab = self.llama_cpp.llama_model_get_vocab(self.handle)
-        on_progress("context", 0.0)
-        self.context = self._create_context(configure)
         self.memory = self.llama_cpp.llama_get_memory(self.context)
         self.abort = AbortSwitch(self.library, self.context)
         self.chat_template = self._create_template(configure)
@@ -100,7 +72,8 @@ class Model:
         self._special_pieces: dict[int, bytes] = {}
         self._ends: dict[int, bool] = {}
         self._longest_piece_bytes = 0
-        on_progress("context", 1.0)
+        self.guard = self._create_guard()
+        self._trace = self._create_trace(configure)
         on_progress("warmup", 0.0)
         self._warm_up()
         on_progress("warmup", 1.0)
@@ -128,82 +101,6 @@ class Model:
                 "container pass --gpus all (Jetson: --runtime nvidia)",
             )
 
-    def _check_file(self, path: Path) -> None:
-        """The plain mistakes, so that they get a plain message."""
-        try:
-            with path.open("rb") as file:
-                magic = file.read(len(GGUF_MAGIC))
-        except FileNotFoundError:
-            raise EngineStartError("model_not_found", f"model {path} does not exist; check --model") from None
-        except OSError as error:
-            raise EngineStartError(
-                "model_unreadable", f"model {path} cannot be read: {error.strerror}; check --model"
-            ) from None
-        if magic != GGUF_MAGIC:
-            raise EngineStartError(
-                "model_invalid",
-                f"model {path} is not a GGUF file; convert it with llama.cpp or pick another file",
-            )
-
-    def _load_weights(self, configure: Configure, on_progress: Callable[[str, float], None]) -> Any:
-        params = self.llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 999 if configure.device == "cuda" else 0
-
-        def report(fraction: float, _user_data: Any) -> bool:
-            on_progress("model", fraction)
-            return True
-
-        callback = self.llama_cpp.llama_progress_callback(report)
-        params.progress_callback = callback
-        handle = self.llama_cpp.llama_model_load_from_file(configure.model_path.encode(), params)
-        if not handle:
-            reason = self._log.explain("llama.cpp gave no reason")
-            raise EngineStartError(
-                "model_invalid",
-                f"cannot load {configure.model_path}: {reason}; the file may be damaged, of an unknown "
-                "architecture, or larger than the memory",
-            )
-        return handle
-
-    def _create_context(self, configure: Configure) -> Any:
-        n_ctx_train: int = self.llama_cpp.llama_model_n_ctx_train(self.handle)
-        params = self.llama_cpp.llama_context_default_params()
-        params.n_ctx = configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
-        self._check_kv_size(params.n_ctx)
-        # one micro-batch per native call: an aborted call then leaves the KV cache as it was
-        params.n_batch = params.n_ubatch = min(configure.n_batch, params.n_ctx)
-        params.n_threads = params.n_threads_batch = self.n_threads
-        params.no_perf = True
-        context = self.llama_cpp.llama_init_from_model(self.handle, params)
-        if not context:
-            reason = self._log.explain("not enough memory")
-            raise EngineStartError(
-                "context_failed",
-                f"cannot create a context of {params.n_ctx} tokens: {reason}; try a smaller --ctx-size",
-            )
-        return context
-
-    def _check_kv_size(self, n_ctx: int) -> None:
-        """Refuses what the kernel would only notice when it is too late: it hands out memory that it does not
-        have and kills whoever touches it."""
-        if self._meta(f"{self._meta('general.architecture')}.attention.kv_lora_rank"):
-            return  # a compressed cache, many times smaller than this formula says
-        n_head: int = self.llama_cpp.llama_model_n_head(self.handle)
-        n_embd: int = self.llama_cpp.llama_model_n_embd(self.handle)
-        n_head_kv: int = self.llama_cpp.llama_model_n_head_kv(self.handle)
-        n_layer: int = self.llama_cpp.llama_model_n_layer(self.handle)
-        if n_head == 0:
-            return
-        # keys and values of two bytes per layer and token
-        kv_bytes = 2 * 2 * n_layer * n_head_kv * (n_embd // n_head) * n_ctx
-        available = available_bytes()
-        if kv_bytes > available:
-            raise EngineStartError(
-                "context_failed",
-                f"a context of {n_ctx} tokens needs {kv_bytes / 2**30:.1f} GiB for its KV cache, but only "
-                f"{available / 2**30:.1f} GiB of memory are available; choose a smaller --ctx-size",
-            )
-
     def _create_template(self, configure: Configure) -> ChatTemplate:
         try:
             return ChatTemplate(self.library, self.handle, configure.chat_template)
@@ -212,6 +109,27 @@ class Model:
                 "template_invalid",
                 f"the chat template does not parse: {error.message}; pass another with --chat-template-file",
             ) from error
+
+    def _create_guard(self) -> MemoryGuard | None:
+        if self.experts is None or self.plan is None:
+            return None
+        return MemoryGuard(
+            self.experts, self.plan.budget.n_bytes, lambda: self.measure_footprint().total_bytes
+        )
+
+    def _create_trace(self, configure: Configure) -> ExpertTraceFile | None:
+        if configure.expert_trace_path is None:
+            return None
+        if self.experts is None:
+            raise EngineStartError(
+                "trace_unavailable",
+                f"--expert-trace: {configure.model_path} is served without an expert cache; omit the option",
+            )
+        return ExpertTraceFile(Path(configure.expert_trace_path), self.experts)
+
+    def measure_footprint(self) -> Footprint:
+        """Of the engine, and of the front end where that counts."""
+        return measure_footprint(self._front_end_bytes)
 
     def _warm_up(self) -> None:
         """One token through the graph, so that the first request does not pay for page faults and buffers."""
@@ -222,18 +140,13 @@ class Model:
             raise EngineStartError("warmup_failed", f"the first decode failed: {error}") from error
         self.forget()
 
-    def _meta(self, key: str) -> str:
-        buffer = ctypes.create_string_buffer(512)
-        length = self.llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
-        return buffer.value.decode(errors="replace") if length > 0 else ""
-
     def _describe(self, configure: Configure) -> ModelInfo:
         buffer = ctypes.create_string_buffer(512)
         self.llama_cpp.llama_model_desc(self.handle, buffer, len(buffer))
         moe = self.library.moe_info(self.handle)
         return ModelInfo(
-            architecture=self._meta("general.architecture"),
-            name=self._meta("general.name") or Path(configure.model_path).stem,
+            architecture=meta_value(self.llama_cpp, self.handle, "general.architecture"),
+            name=meta_value(self.llama_cpp, self.handle, "general.name") or Path(configure.model_path).stem,
             quantization=buffer.value.decode(errors="replace").rpartition(" ")[2],
             size_bytes=self.llama_cpp.llama_model_size(self.handle),
             n_params=self.llama_cpp.llama_model_n_params(self.handle),
@@ -260,7 +173,10 @@ class Model:
             return 0
         if self._longest_piece_bytes == 0:
             n_vocab = self.llama_cpp.llama_vocab_n_tokens(self.vocab)
-            self._longest_piece_bytes = max(len(self.piece(token, special=True)) for token in range(n_vocab))
+            # not by way of piece(), which would keep them all
+            self._longest_piece_bytes = max(
+                len(self._read_piece(token, special=True)) for token in range(n_vocab)
+            )
         return n_bytes // self._longest_piece_bytes
 
     def control_token(self, text: str) -> int | None:
@@ -288,17 +204,18 @@ class Model:
         """The bytes that a token stands for; control tokens are empty unless `special`."""
         cache = self._special_pieces if special else self._pieces
         known = cache.get(token)
-        if known is not None:
-            return known
+        if known is None:
+            known = cache[token] = self._read_piece(token, special=special)
+        return known
+
+    def _read_piece(self, token: int, *, special: bool) -> bytes:
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
             length = self.llama_cpp.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
             if length >= 0:
-                break
+                return buffer.raw[:length]
             size = -length
-        cache[token] = buffer.raw[:length]
-        return cache[token]
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the model's turn."""
@@ -338,17 +255,35 @@ class Model:
 
         Raises RequestAbortedError (the KV cache is as before) and RequestError.
         """
+        begin_ns = time.monotonic_ns()
         try:
             self.library.decode(self.context, tokens, len(self.kv_tokens))
         except NativeError as error:
             if error.status == Status.ABORTED:
                 raise RequestAbortedError from error
-            code = "insufficient_memory" if error.status == Status.NO_MEMORY else "internal"
+            code = _DECODE_FAILURES.get(error.status, "internal")
             raise RequestError(code, f"decode failed: {error.message}") from error
+        if self._trace is not None:
+            self._trace.add(begin_ns, len(tokens))
         self.kv_tokens += tokens
+
+    def memory_pools(self) -> list[MemoryPool]:
+        """The plan's pools with what they use now; what buffers cannot explain counts as the processes'."""
+        if self.plan is None:
+            return []
+        needs = self.plan.needs
+        used = {"weights": needs.weights_bytes, "kv": needs.kv_bytes, "compute": needs.compute_bytes}
+        if self.experts is not None:
+            used["expert_cache"] = self.experts.stats().resident_bytes
+        used["processes"] = max(0, self.measure_footprint().total_bytes - sum(used.values()))
+        return [
+            MemoryPool(pool=pool, budget_bytes=budget_bytes, used_bytes=used.get(pool, 0))
+            for pool, budget_bytes in self.plan.pools.items()
+        ]
 
     def close(self) -> None:
         self.chat_template.close()
-        self.llama_cpp.llama_free(self.context)
+        if self._trace is not None:
+            self._trace.close()
+        self._loaded.close()
         self.abort.close()
-        self.llama_cpp.llama_model_free(self.handle)

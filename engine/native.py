@@ -6,20 +6,26 @@ llama_cpp.llama_cpp, which loads the same libllama.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
+import importlib.util
 import json
 import os
+import sys
+from collections.abc import Iterator
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from s2moe.engine.stream.answer import Delta
 
-ABI_VERSION = 1
+if TYPE_CHECKING:
+    import numpy as np
+
+ABI_VERSION = 2
 LIBRARY_NAME = "libs2moe.so"
 
 
@@ -35,6 +41,8 @@ class Status(IntEnum):
     NO_MEMORY = -6
     UNSUPPORTED = -7
     INTERNAL = -8
+    IO = -9
+    NUMERIC = -10
 
 
 class NativeError(Exception):
@@ -89,12 +97,29 @@ def load_llama_cpp() -> ModuleType:
     """
     os.environ["LLAMA_CPP_LIB_PATH"] = str(library_dir())
     try:
-        import llama_cpp.llama_cpp as bindings
+        with _without_init("llama_cpp"):
+            return importlib.import_module("llama_cpp.llama_cpp")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise _unusable(error) from error
 
-    module: ModuleType = bindings
-    return module
+
+@contextlib.contextmanager
+def _without_init(package: str) -> Iterator[None]:
+    """Lets modules of a package be imported without its __init__, unless that has run already.
+
+    llama_cpp's imports a whole framework of its own, and numpy: 22 MiB that would be missing for experts.
+    """
+    spec = importlib.util.find_spec(package)
+    if package in sys.modules or spec is None:
+        yield
+        return
+    bare = importlib.util.module_from_spec(spec)
+    sys.modules[package] = bare
+    try:
+        yield
+    finally:
+        if sys.modules.get(package) is bare:
+            del sys.modules[package]
 
 
 def _unusable(reason: object) -> LibraryNotFoundError:
@@ -146,11 +171,18 @@ class Library:
             found = self._lib.s2moe_abi_version()
             if found != ABI_VERSION:
                 raise _unusable(f"it has ABI {found}, needed is {ABI_VERSION}")
-            for name, (restype, argtypes) in _PROTOTYPES.items():
+        except (OSError, AttributeError) as error:
+            raise _unusable(error) from error
+        self.declare(_PROTOTYPES)
+
+    def declare(self, prototypes: dict[str, tuple[Any, list[Any]]]) -> None:
+        """Tells ctypes the types of functions: {name: (result, arguments)}. Raises LibraryNotFoundError."""
+        try:
+            for name, (restype, argtypes) in prototypes.items():
                 function = getattr(self._lib, name)
                 function.restype = restype
                 function.argtypes = argtypes
-        except (OSError, AttributeError) as error:
+        except AttributeError as error:
             raise _unusable(error) from error
 
     def build_info(self) -> dict[str, Any]:
@@ -190,6 +222,8 @@ class Library:
 
     def router_ids(self, context: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Returns a copy of the ids, int32 [n_layer, n_tokens, k], -1 where nothing was routed."""
+        import numpy as np  # the engine does not need it, and it takes 14 MiB
+
         ids = POINTER(c_int32)()
         shape = (c_int32 * 3)()
         self.check(self._lib.s2moe_router_ids(context, byref(ids), shape))

@@ -1,4 +1,4 @@
-"""The command `s2moe`: serve, demo-model, version.
+"""The command `s2moe`: serve, inspect, profile, demo-model, version.
 
 Exit codes: 0 done or stopped by a signal, 1 failure (also an engine that keeps crashing, so that systemd
 or Docker restarts), 2 wrong usage or settings.
@@ -7,6 +7,8 @@ or Docker restarts), 2 wrong usage or settings.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -16,11 +18,22 @@ from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
-from s2moe.server.settings import CONFIG_ENV, Settings, SettingsError, env_of, flag_of, load_settings
+from s2moe.server.settings import (
+    AUTO_BUDGET,
+    CONFIG_ENV,
+    Settings,
+    SettingsError,
+    env_of,
+    flag_of,
+    load_settings,
+    parse_budget_bytes,
+)
 
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+
+PROFILE_TOKENS = 128
 
 DEMO_EXPERTS = 16
 DEMO_USED = 4
@@ -55,6 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_inspect(commands)
+    _add_profile(commands)
     _add_demo_model(commands)
     commands.add_parser("version", help="print the version")
     return parser
@@ -98,7 +113,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
     if choices and all(isinstance(each, str) for each in choices):
         return "|".join(choices)
-    if "size" in name and field.metadata and field.annotation is int and name.startswith("max_"):
+    if name in ("max_body_size", "memory_budget"):
         return "SIZE"
     if Path in (field.annotation, *choices):
         return "PATH"
@@ -114,10 +129,108 @@ def _default_text(name: str, field: FieldInfo) -> str:
         return ""
     if field.annotation is bool:
         return f", default {'on' if field.default else 'off'}"
+    if name == "memory_budget":
+        return ", default auto"
     if name == "max_body_size":
         return f", default {field.default // 2**20}MiB"
     shown = f"{field.default:g}" if isinstance(field.default, float) else field.default
     return f", default {shown}"
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a model needs and how fast it should run",
+        description="Show what a model is made of, what a memory budget would do for it, and how fast it "
+        "should decode, by a short measurement of drive and memory. Nothing is loaded.",
+        allow_abbrev=False,
+    )
+    inspect.add_argument(
+        "model", type=Path, metavar="MODEL", help="GGUF file, or the first one of a split model"
+    )
+    inspect.add_argument(
+        "--memory-budget",
+        type=_budget,
+        default=AUTO_BUDGET,
+        metavar="SIZE",
+        help="memory for everything, in bytes or as 1500MiB (default: what there is, less a reserve)",
+    )
+    inspect.add_argument(
+        "--ctx",
+        "--ctx-size",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="context length in tokens; 0 = the model's own, at most 8192 (default)",
+    )
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="find out which experts a model uses most",
+        description="Answer prompts greedily and write which experts the answers used, for "
+        "`s2moe serve --hot-experts`.",
+        allow_abbrev=False,
+    )
+    profile.add_argument("--model", type=Path, required=True, metavar="PATH", help="GGUF file")
+    profile.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="text file with one prompt per line; a line that begins with { is a JSON object with "
+        "`prompt` or with OpenAI's `messages`",
+    )
+    profile.add_argument(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="file to write (default: the model's name with .hot-experts.json, in this directory)",
+    )
+    profile.add_argument(
+        "--max-tokens",
+        type=_positive,
+        default=PROFILE_TOKENS,
+        metavar="N",
+        help=f"tokens to generate per prompt, at most (default {PROFILE_TOKENS})",
+    )
+    profile.add_argument(
+        "--memory-budget",
+        type=_budget,
+        default=AUTO_BUDGET,
+        metavar="SIZE",
+        help="memory for everything, in bytes or as 1500MiB (default: what there is, less a reserve)",
+    )
+    profile.add_argument(
+        "--ctx-size",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="context length in tokens; 0 = the model's own, at most 8192 (default)",
+    )
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _number(text, 0)
+
+
+def _budget(text: str) -> object:
+    try:
+        return parse_budget_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _add_demo_model(commands: Any) -> None:
@@ -168,12 +281,57 @@ def _serve(arguments: dict[str, Any]) -> int:
 
 
 def _ensure_demo_model() -> Path:
-    from s2moe.engine import demo_model
+    # In a process of its own: what building imports would stay in this one, at the cost of experts.
+    command = (sys.executable, "-m", "s2moe.server", "demo-model")
+    builder = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if builder.returncode != 0:
+        sys.exit(EXIT_FAILURE)  # it has said why
+    return Path(builder.stdout.strip())
 
+
+def _inspect(arguments: dict[str, Any]) -> int:
+    from s2moe.engine.inspection import InspectError, inspect_model
+    from s2moe.engine.messages import Configure
+
+    configure = Configure(
+        model_path=str(arguments["model"].expanduser()),
+        n_ctx=arguments["ctx"],
+        n_batch=0,
+        memory_budget_bytes=arguments["memory_budget"],
+    )
     try:
-        return demo_model.ensure_demo_model(progress=_progress)
-    except demo_model.DemoModelError as error:
+        inspection = inspect_model(configure)
+    except InspectError as error:
         _exit(EXIT_FAILURE, str(error))
+    print(json.dumps(inspection.to_json(), indent=2) if arguments["json"] else "\n".join(inspection.lines()))
+    return 0
+
+
+def _profile(arguments: dict[str, Any]) -> int:
+    from s2moe.engine.messages import Configure
+    from s2moe.engine.profile import ProfileError, profile
+
+    model = arguments["model"].expanduser()
+    configure = Configure(
+        model_path=str(model),
+        n_ctx=arguments["ctx_size"],
+        n_batch=0,
+        memory_budget_bytes=arguments["memory_budget"],
+        keep_expert_counts=False,
+    )
+    out = arguments["out"] or Path(f"{model.stem}.hot-experts.json")
+    try:
+        profile(
+            configure,
+            arguments["prompts"].expanduser(),
+            out.expanduser(),
+            max_tokens=arguments["max_tokens"],
+            progress=_progress,
+        )
+    except ProfileError as error:
+        _exit(EXIT_FAILURE, str(error))
+    print(out)
+    return 0
 
 
 def _demo_model(arguments: dict[str, Any]) -> int:
@@ -199,7 +357,13 @@ def _version(_: dict[str, Any]) -> int:
     return 0
 
 
-_COMMANDS = {"serve": _serve, "demo-model": _demo_model, "version": _version}
+_COMMANDS = {
+    "serve": _serve,
+    "inspect": _inspect,
+    "profile": _profile,
+    "demo-model": _demo_model,
+    "version": _version,
+}
 
 
 def _progress(line: str) -> None:

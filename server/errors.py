@@ -202,6 +202,9 @@ def unavailable(state: EngineState, detail: str) -> UnavailableError:
 _FAILED_CLASSES: dict[str, type[ApiError]] = {
     "internal": ServerError,
     "cancelled": ServerError,
+    # trying again does not mend a file or a model
+    "model_file_error": ServerError,
+    "numeric_error": ServerError,
     "insufficient_memory": InsufficientMemoryError,
 }
 

@@ -26,6 +26,7 @@ from prometheus_client import (
 
 from s2moe.engine.messages import EngineStats, ModelInfo
 from s2moe.server.engine_client import EngineState
+from s2moe.server.expert_metrics import ExpertMetrics
 
 NAMESPACE = "s2moe"
 APIS = ("chat",)
@@ -77,6 +78,7 @@ class Metrics:
         self._build_server()
         self._build_requests(queue_capacity)
         self._build_engine()
+        self._experts = ExpertMetrics(NAMESPACE, self.registry)
 
     def _build_server(self) -> None:
         self.build_info = self._gauge(
@@ -223,6 +225,7 @@ class Metrics:
         if state in (EngineState.RESTARTING, EngineState.DEAD):
             self._kv_tokens.set(0)
             self._engine_rss.set(0)
+            self._experts.on_engine_gone()
 
     def on_stats(self, stats: EngineStats) -> None:
         self._tokens_computed.inc(stats.prompt_tokens_computed)
@@ -234,6 +237,7 @@ class Metrics:
         self._kv_tokens.set(stats.kv_cache_tokens)
         self._kv_capacity.set(stats.kv_cache_capacity_tokens)
         self._engine_rss.set(stats.rss_bytes)
+        self._experts.on_stats(stats)
 
     def on_start_phase(self, phase: str, seconds: float) -> None:
         if phase in START_PHASES:

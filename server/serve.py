@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import resource
 import shlex
 import signal
 import socket
@@ -79,7 +80,24 @@ def to_configure(settings: Settings, model: Path) -> Configure:
         n_threads=settings.threads,
         device=settings.device,
         chat_template=settings.read_chat_template(),
+        memory_budget_bytes=settings.memory_budget,
+        front_end_bytes=own_resident_bytes(),
+        io=settings.io,
+        reader=settings.reader,
+        hot_experts_path=_text_of(settings.hot_experts),
+        keep_expert_counts=settings.keep_expert_counts,
+        expert_trace_path=_text_of(settings.expert_trace),
     )
+
+
+def own_resident_bytes() -> int:
+    """The resident set of this process."""
+    n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return n_pages * resource.getpagesize()
+
+
+def _text_of(path: Path | None) -> str | None:
+    return None if path is None else str(path.expanduser().absolute())
 
 
 def check_model(path: Path) -> Path:

@@ -25,6 +25,7 @@ from pydantic_settings import (
 ENV_PREFIX = "S2MOE_"
 CONFIG_ENV = f"{ENV_PREFIX}CONFIG"
 DEMO_ALIAS = "demo"
+AUTO_BUDGET = 0
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -52,7 +53,18 @@ def parse_size_bytes(value: object) -> object:
     return int(Decimal(match["number"]) * scale)
 
 
+def parse_budget_bytes(value: object) -> object:
+    """As parse_size_bytes(); `auto` becomes AUTO_BUDGET. Raises ValueError."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return AUTO_BUDGET
+    n_bytes = parse_size_bytes(value)
+    if n_bytes == 0:
+        raise ValueError("no memory is not enough; write a size such as 1500MiB, or auto")
+    return n_bytes
+
+
 SizeBytes = Annotated[int, BeforeValidator(parse_size_bytes)]
+BudgetBytes = Annotated[int, BeforeValidator(parse_budget_bytes)]
 
 
 class Settings(BaseSettings):
@@ -82,7 +94,36 @@ class Settings(BaseSettings):
         0, ge=0, le=10_000_000, description="context length in tokens; 0 = the model's own, at most 8192"
     )
     threads: int = Field(0, ge=0, le=1024, description="compute threads; 0 = one per physical core")
-    batch_size: int = Field(512, ge=1, le=65536, description="prompt tokens evaluated per native call")
+    batch_size: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="prompt tokens evaluated per native call; 0 = 512, or fewer where memory is short",
+    )
+    memory_budget: BudgetBytes = Field(
+        AUTO_BUDGET,
+        ge=0,
+        description="memory for everything, in bytes or as 1500MiB; experts that do not fit are read from "
+        "the model file; auto = what the machine or container has, less a reserve",
+    )
+    io: Literal["direct", "buffered"] = Field(
+        "direct", description="how experts are read: past the page cache (O_DIRECT), or through it"
+    )
+    reader: Literal["auto", "io_uring", "threads"] = Field(
+        "auto", description="what reads experts; auto = io_uring where the system allows it, else threads"
+    )
+    hot_experts: Path | None = Field(
+        None,
+        description="file of `s2moe profile` that says which experts to read ahead of the first request "
+        "(default: those that earlier runs used most)",
+    )
+    keep_expert_counts: bool = Field(
+        True,
+        description="keep in the cache directory how often experts are used, for the start of the next run",
+    )
+    expert_trace: Path | None = Field(
+        None, description="file to write what each decode read, one line of JSON each, for benchmarks"
+    )
     device: str = Field("cpu", min_length=1, description="where the model runs")
     chat_template_file: Path | None = Field(
         None, description="Jinja file that replaces the model's own chat template"

@@ -37,6 +37,7 @@ from s2moe.engine.messages import (
     LoadProgress,
     ModelInfo,
     Ping,
+    Plan,
     Pong,
     PrefillProgress,
     ProtocolError,
@@ -407,6 +408,7 @@ class EngineSupervisor:
             run.ready_at = time.monotonic()
             self._model = message.model
             self._observer.on_start_phase("load", run.ready_at - run.hello_at)
+            _log_plan(message.plan)
             self._set_state(EngineState.READY, "ready")
 
     def _on_fatal(self, run: _Run, fatal: Fatal) -> None:
@@ -507,6 +509,14 @@ class EngineSupervisor:
             raise EngineUnavailableError(f"The engine is not available: {self._state_detail}.", self._state)
         if self._stopping.is_set():
             raise EngineUnavailableError("The server is shutting down.", self._state)
+
+
+def _log_plan(plan: Plan | None) -> None:
+    if plan is not None:
+        for line in plan.lines:
+            logger.info("%s", line)
+        for line in plan.warnings:
+            logger.warning("%s", line)
 
 
 def _client_message(process: EngineProcess, *, stopping: bool) -> str:

@@ -14,6 +14,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from random_blocks import K_QUANTS, random_blocks
+
 FloatArray = npt.NDArray[np.float32]
 WeightType = Literal["F32", "F16", "Q8_0", "Q4_0"]
 Gating = Literal["softmax", "sigmoid", "softmax_weight"]
@@ -27,6 +29,14 @@ _SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _MERGES = (
     "Ġ t|h e|Ġ a|i n|r e|Ġ s|o n|e r|Ġt he|a t|Ġ w|o r|e n|e s|i s|i t|Ġ c|o u|n d|Ġ o|a n|in g|Ġ f|e d|Ġ b"
 )
+
+
+@dataclass(frozen=True)
+class ExpertTypes:
+    """How the experts of one layer are stored."""
+
+    gate_up: gguf.GGMLQuantizationType
+    down: gguf.GGMLQuantizationType
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,8 @@ class Variant:
     selection_bias: bool = False
     """exp_probs_b, added to the router's probabilities for the selection alone."""
     merged_gate_up: bool = False
-    expert_type: gguf.GGMLQuantizationType | None = None
-    """Type of the experts when the family fixes it."""
+    expert_types: tuple[ExpertTypes, ...] = ()
+    """Types of the experts, dealt to the layers in turn; none: the type of the other weights."""
     normalised_weights: bool = True
     weights_scale: float = 1.0
 
@@ -113,7 +123,7 @@ ARCHITECTURES: dict[str, Variant] = {
     "gpt-oss": Variant(
         arch="gpt-oss", tokenizer_pre="gpt-4o", gating="softmax_weight", n_layer=4, n_expert=16,
         n_expert_used=4, n_embd=128, n_head=4, n_head_kv=2, head_dim=64, n_ff=128, n_ff_exp=128,
-        expert_type=gguf.GGMLQuantizationType.MXFP4,
+        expert_types=(ExpertTypes(gguf.GGMLQuantizationType.MXFP4, gguf.GGMLQuantizationType.MXFP4),),
     ),
 }  # fmt: skip
 """Every variant, by the name that `write_random_model` takes; for parametrisation."""
@@ -132,13 +142,19 @@ class Router:
 
 
 def write_random_model(
-    path: Path, name: str, *, seed: int = 0, weights: WeightType = "F16", chat_template: str | None = CHATML
+    path: Path,
+    model: str | Variant,
+    *,
+    seed: int = 0,
+    weights: WeightType = "F16",
+    chat_template: str | None = CHATML,
 ) -> Variant:
-    """Write the variant `name` of ARCHITECTURES to `path` with random weights of type `weights`.
+    """Write a variant, given itself or by its name in ARCHITECTURES, with random weights to `path`.
 
-    Routers, norms and biases are F32 and gpt-oss experts MXFP4 whatever `weights` says. Returns the variant.
+    weights: type of the matrices, but for routers, norms and biases, which are F32, and for experts whose
+    types the variant fixes. Returns the variant.
     """
-    variant = ARCHITECTURES[name]
+    variant = ARCHITECTURES[model] if isinstance(model, str) else model
     writer = gguf.GGUFWriter(path, variant.arch)
     n_vocab = _add_vocabulary(writer, variant, chat_template)
     _add_hyperparameters(writer, variant, n_vocab)
@@ -318,7 +334,10 @@ class _Tensors:
             self._norm(
                 f"blk.{layer}.{'post_attention_norm' if v.arch == 'gpt-oss' else 'ffn_norm'}", v.n_embd
             )
-            (self._experts if layer in v.moe_layers else self._dense_ffn)(f"blk.{layer}")
+            if layer in v.moe_layers:
+                self._experts(f"blk.{layer}", self._expert_types(layer))
+            else:
+                self._dense_ffn(f"blk.{layer}")
         self._norm("output_norm", v.n_embd)
         self._matrix("output", n_vocab, v.n_embd)
 
@@ -362,7 +381,11 @@ class _Tensors:
         self._matrix(f"{block}.ffn_up{suffix}", n_ff, v.n_embd)
         self._matrix(f"{block}.ffn_down{suffix}", v.n_embd, n_ff)
 
-    def _experts(self, block: str) -> None:
+    def _expert_types(self, layer: int) -> ExpertTypes:
+        types = self.variant.expert_types or (ExpertTypes(self.weight_type, self.weight_type),)
+        return types[layer % len(types)]
+
+    def _experts(self, block: str, types: ExpertTypes) -> None:
         v = self.variant
         router = self._normal(v.n_expert, v.n_embd, std=v.n_embd**-0.5)
         self.writer.add_tensor(f"{block}.ffn_gate_inp.weight", router)
@@ -372,8 +395,8 @@ class _Tensors:
         if v.merged_gate_up:
             projections = {"gate_up": 2 * v.n_ff_exp}
         for name, rows in projections.items():
-            self._matrix(f"{block}.ffn_{name}_exps", v.n_expert, rows, v.n_embd, type=v.expert_type)
-        self._matrix(f"{block}.ffn_down_exps", v.n_expert, v.n_embd, v.n_ff_exp, type=v.expert_type)
+            self._matrix(f"{block}.ffn_{name}_exps", v.n_expert, rows, v.n_embd, type=types.gate_up)
+        self._matrix(f"{block}.ffn_down_exps", v.n_expert, v.n_embd, v.n_ff_exp, type=types.down)
         if v.n_expert_shared:
             self._dense_ffn(block, "_shexp", v.n_expert_shared * v.n_ff_exp)
         if v.arch == "gpt-oss":
@@ -387,9 +410,12 @@ class _Tensors:
         self, name: str, *shape: int, std: float | None = None, type: gguf.GGMLQuantizationType | None = None
     ) -> None:
         """A weight [..., n_out, n_in] that keeps the variance of its input unless `std` is given."""
-        values = self._normal(*shape, std=std or shape[-1] ** -0.5)
+        std = std or shape[-1] ** -0.5
         stored_type = type or self.weight_type
-        stored = gguf.quantize(values, stored_type)
+        if stored_type in K_QUANTS:
+            stored = random_blocks(stored_type, shape, std, self.random)
+        else:
+            stored = gguf.quantize(self._normal(*shape, std=std), stored_type)
         self.writer.add_tensor(f"{name}.weight", stored, raw_dtype=stored_type)
 
     def _norm(self, name: str, size: int) -> None:

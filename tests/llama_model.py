@@ -22,9 +22,17 @@ class LlamaModel:
     """A model and one context on the CPU. Errors of llama.cpp become RuntimeError."""
 
     def __init__(
-        self, path: Path, *, n_ctx: int = 512, experts_used: int | None = None, n_threads: int | None = None
+        self,
+        path: Path,
+        *,
+        n_ctx: int = 512,
+        experts_used: int | None = None,
+        n_threads: int | None = None,
+        buffer_overrides: ctypes.c_void_p | None = None,
     ) -> None:
-        """experts_used: overrides the model's number of experts per token (top-k)."""
+        """experts_used: overrides the model's number of experts per token (top-k).
+        buffer_overrides: llama_model_params.tensor_buft_overrides; weights then go into anonymous memory.
+        """
         llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self.path = path
@@ -35,6 +43,9 @@ class LlamaModel:
             # The override keeps living in this object: llama.cpp reads it while loading only.
             self._overrides = _expert_override(_architecture(path), experts_used)
             parameters.kv_overrides = self._overrides
+        if buffer_overrides is not None:
+            parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+            parameters.tensor_buft_overrides = buffer_overrides
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -45,6 +56,7 @@ class LlamaModel:
         context.n_threads = context.n_threads_batch = n_threads or len(os.sched_getaffinity(0))
         self._context = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
+            self.close()
             raise RuntimeError(f"llama.cpp cannot make a context for {path}")
 
     def __enter__(self) -> Self:

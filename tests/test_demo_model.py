@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 from s2moe.engine import demo_model, pinned_wheel, upcycle
+from s2moe.engine.cache_directory import cache_directory
 from s2moe.engine.demo_model import (
     SOURCE_GGUF,
     SOURCE_WHEEL,
     TINY,
     DemoModelError,
     build_demo_model,
-    cache_directory,
     default_demo_model_path,
     ensure_demo_model,
 )

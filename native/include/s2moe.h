@@ -220,7 +220,7 @@ enum s2moe_trigger {
 
 #define S2MOE_N_LOAD_BUCKETS 12
 /* Upper bounds in seconds of the buckets of load_duration; a last one has no bound. */
-#define S2MOE_LOAD_BUCKETS { 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0 }
+#define S2MOE_LOAD_BUCKETS {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0}
 
 /* Totals since s2moe_experts_open(), but for the gauges. Decodes of up to 8 tokens count as "decode", longer ones as
  * "prefill". One lookup is one expert of one layer in one decode, however many tokens use it; it is a hit, a miss or
@@ -231,11 +231,12 @@ struct s2moe_expert_stats {
     uint64_t prefetched[S2MOE_N_PHASES]; /* lookups that found it in a slot by a prefetch, or on its way already */
     uint64_t loads[S2MOE_N_TRIGGERS];    /* experts read whole */
     uint64_t load_bytes[S2MOE_N_TRIGGERS];
-    uint64_t load_duration_counts[S2MOE_N_LOAD_BUCKETS + 1]; /* experts by time from request to the last byte */
-    double load_duration_seconds;                            /* sum of those times */
-    double read_seconds;                                     /* time during which at least one read was in flight */
-    double stall_seconds[S2MOE_N_PHASES];                    /* compute threads' mean wait for reads */
-    double compute_seconds[S2MOE_N_PHASES];                  /* in expert matrices, waits taken off */
+    /* experts by time to the last byte, from the demand or from a prefetch's first read; and the sum of those times */
+    uint64_t load_duration_counts[S2MOE_N_LOAD_BUCKETS + 1];
+    double load_duration_seconds;
+    double read_seconds;                    /* time during which at least one read was in flight */
+    double stall_seconds[S2MOE_N_PHASES];   /* compute threads' mean wait for reads */
+    double compute_seconds[S2MOE_N_PHASES]; /* in expert matrices, waits taken off */
     uint64_t evictions;
     uint64_t prefetches_used;   /* prefetched experts that had landed when a decode first used them */
     uint64_t prefetches_late;   /* that were still on their way */
@@ -259,8 +260,10 @@ enum s2moe_residency { S2MOE_ABSENT = 0, S2MOE_IN_FLIGHT = 1, S2MOE_RESIDENT = 2
  * Errors: S2MOE_ERROR_INVALID: the layer has no experts in the store, or n_expert is not its number of experts.
  * [any thread]
  */
-S2MOE_API int32_t
-s2moe_experts_residency(const s2moe_experts * experts, int32_t layer, uint8_t * mask, int32_t n_expert);
+S2MOE_API int32_t s2moe_experts_residency(const s2moe_experts * experts,
+                                          int32_t layer,
+                                          uint8_t * mask,
+                                          int32_t n_expert);
 
 struct s2moe_expert_id {
     int32_t layer; /* of the model, counted from 0 */
@@ -298,10 +301,10 @@ S2MOE_API int32_t s2moe_experts_pin(s2moe_experts * experts, const struct s2moe_
 
 /* Live estimates: moving averages over recent decodes. */
 struct s2moe_expert_costs {
-    double hit_seconds;            /* computing one resident expert for one token */
-    double miss_seconds;           /* reading one expert with nothing else to do meanwhile */
-    double bytes_per_second;       /* of the drive while reads are in flight; 0 before the first read */
-    double queued_seconds;         /* until the reads that are queued now have landed */
+    double hit_seconds;      /* computing one resident expert for one token */
+    double miss_seconds;     /* reading one expert with nothing else to do meanwhile */
+    double bytes_per_second; /* of the drive while reads are in flight; 0 before the first read */
+    double queued_seconds;   /* until the reads that are queued now have landed */
 };
 
 /* [any thread] */
@@ -330,10 +333,10 @@ struct s2moe_expert_trace {
     int64_t begin_ns; /* CLOCK_MONOTONIC when the layer's experts were known */
     int32_t layer;
     int32_t n_tokens;
-    int32_t n_hits;         /* lookups that read nothing: hits and prefetched ones */
+    int32_t n_hits; /* lookups that read nothing: hits and prefetched ones */
     int32_t n_misses;
-    uint64_t missed_bytes;  /* matrices read on demand for it */
-    double stall_seconds;   /* as in s2moe_expert_stats */
+    uint64_t missed_bytes; /* matrices read on demand for it */
+    double stall_seconds;  /* as in s2moe_expert_stats */
     double compute_seconds;
 };
 

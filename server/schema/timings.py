@@ -1,4 +1,7 @@
-"""Speed data of an answer, under llama-server's key names (Open WebUI and others read them)."""
+"""Speed data of an answer, under llama-server's key names (Open WebUI and others read them).
+
+The keys about experts are ours. They follow llama-server's and are there when the model has an expert cache.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,14 @@ class Timings(BaseModel):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    prompt_expert_lookups: int | None = Field(
+        None,
+        description="experts that a layer needed while the prompt was evaluated, counted per layer and step",
+    )
+    prompt_expert_misses: int | None = Field(None, description="those that had to be read first")
+    prompt_expert_read_bytes: int | None = Field(None, description="bytes of experts read meanwhile")
+    prompt_expert_stall_ms: float | None = Field(None, description="time that computing waited for reads")
+    predicted_expert_lookups: int | None = Field(None, description="the same while the answer was generated")
+    predicted_expert_misses: int | None = None
+    predicted_expert_read_bytes: int | None = None
+    predicted_expert_stall_ms: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from s2moe.engine.messages import Finished
+from s2moe.engine.messages import ExpertUse, Finished
 
 _LEAST_SECONDS = 1e-9
 """Below the clock's resolution a time is no basis for a rate."""
@@ -37,4 +37,17 @@ def timings_of(event: Finished) -> dict[str, float]:
         "predicted_ms": predicted_seconds * 1e3,
         "predicted_per_token_ms": predicted_seconds * 1e3 / n_predicted if n_predicted else 0.0,
         "predicted_per_second": predicted_per_second,
+        **_experts_of("prompt", event.timings.prefill_experts),
+        **_experts_of("predicted", event.timings.decode_experts),
+    }
+
+
+def _experts_of(phase: str, use: ExpertUse | None) -> dict[str, float]:
+    if use is None:
+        return {}
+    return {
+        f"{phase}_expert_lookups": use.n_lookups,
+        f"{phase}_expert_misses": use.n_misses,
+        f"{phase}_expert_read_bytes": use.read_bytes,
+        f"{phase}_expert_stall_ms": use.stall_seconds * 1e3,
     }

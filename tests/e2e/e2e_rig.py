@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,39 @@ def free_port() -> int:
         return port
 
 
+def first_child(pid: int) -> int:
+    """Waits until a process has a child and returns its pid."""
+    deadline = time.monotonic() + 30
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while not (pids := children.read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(pids[0])
+
+
 class ServeProcess:
     """The command, its log and a client."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`wrapper`: a command that runs the server as its child; `environment` adds to this process's."""
         self.port = free_port()
         self.log = log
-        command = [str(S2MOE), "serve", "--port", str(self.port), *arguments]
+        self._is_wrapped = bool(wrapper)
+        command = [*wrapper, str(S2MOE), "serve", "--port", str(self.port), *arguments]
         with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                # the user's cache directory is no place for the habits of tests
+                env={**os.environ, "S2MOE_KEEP_EXPERT_COUNTS": "false", **(environment or {})},
+            )
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
@@ -50,14 +75,12 @@ class ServeProcess:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
 
+    def front_end_pid(self) -> int:
+        return first_child(self.process.pid) if self._is_wrapped else self.process.pid
+
     def engine_pid(self) -> int:
         """Waits for the engine process and returns its pid."""
-        deadline = time.monotonic() + 30
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        while not (pids := children.read_text().split()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return int(pids[0])
+        return first_child(self.front_end_pid())
 
     def kill_engine(self) -> int:
         pid = self.engine_pid()

@@ -48,6 +48,8 @@ class EngineProcess:
 
     def load(self, model: Path, **options: object) -> wire.Ready | wire.Fatal:
         assert isinstance(self.receive(), wire.Hello)
+        # the user's cache directory is no place for the habits of tests
+        options.setdefault("keep_expert_counts", False)
         self.send(wire.Configure(model_path=str(model), **options))  # type: ignore[arg-type]
         last = self.receive_until(wire.Ready, wire.Fatal)[-1]
         assert isinstance(last, wire.Ready | wire.Fatal)

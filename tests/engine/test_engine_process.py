@@ -32,7 +32,7 @@ def test_hello_and_progress_come_before_ready(
     engine.send(wire.Configure(model_path=str(tiny_model_path), n_ctx=512))
     received = engine.receive_until(wire.Ready)
     progress = [m for m in received if isinstance(m, wire.LoadProgress)]
-    assert list(dict.fromkeys(p.phase for p in progress)) == ["library", "model", "context", "warmup"]
+    assert list(dict.fromkeys(p.phase for p in progress)) == ["library", "plan", "model", "context", "warmup"]
     weights = [p.fraction for p in progress if p.phase == "model"]
     assert weights == sorted(weights)
     assert weights[-1] == 1.0
@@ -86,6 +86,9 @@ def test_models_that_cannot_load_are_refused_with_a_reason(
         ({"device": "tpu"}, "invalid_device", "--device"),
         ({"n_ctx": 20_000_000}, "context_failed", "--ctx-size"),
         ({"chat_template": "{% for %}"}, "template_invalid", "--chat-template-file"),
+        ({"memory_budget_bytes": 100 << 20}, "budget_too_small", "--memory-budget"),
+        ({"reader": "carrier pigeon"}, "invalid_setting", "--reader"),
+        ({"expert_trace_path": "/"}, "trace_unwritable", "--expert-trace"),
     ],
 )
 def test_configurations_that_cannot_work_name_the_flag(

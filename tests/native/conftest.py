@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from expert_models import write_expert_model
+from fault_control import build_shim
 from gguf_factory import write_random_model
+from stored_model import Layout, StoredModel
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -26,6 +29,44 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return path
 
     return path_of
+
+
+@pytest.fixture(scope="session")
+def expert_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a model of expert_models.py at its first use. Shared by all tests: do not change it."""
+    folder = tmp_path_factory.mktemp("expert-models")
+    written: dict[str, Path] = {}
+
+    def path_of(name: str) -> Path:
+        if name not in written:
+            written[name] = write_expert_model(folder, name)
+        return written[name]
+
+    return path_of
+
+
+@pytest.fixture
+def open_model(expert_model: Callable[[str], Path]) -> Iterator[Callable[..., StoredModel]]:
+    """Opens a stored model: (name, share of the bytes between floor and everything) -> StoredModel."""
+    opened: list[StoredModel] = []
+
+    def open_at(name: str, share: float) -> StoredModel:
+        path = expert_model(name)
+        model = StoredModel(path)
+        opened.append(model)
+        floor = model.experts.floor_bytes
+        model.experts.allocate(floor + int(share * (Layout.of(path).full_bytes - floor)))
+        return model
+
+    yield open_at
+    for model in opened:
+        model.close()
+
+
+@pytest.fixture(scope="session")
+def fault_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled fault_shim.c."""
+    return build_shim(tmp_path_factory.mktemp("fault-shim"))
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from s2moe.server.cli import build_parser, main
-from s2moe.server.serve import base_url, ready_text
-from s2moe.server.settings import Settings, env_of, flag_of
+from s2moe.server.serve import base_url, ready_text, to_configure
+from s2moe.server.settings import Settings, env_of, flag_of, load_settings
 
 
 def exit_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -37,6 +37,8 @@ def test_help_of_serve_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
         assert flag_of(name) in text
         assert env_of(name) in text
     assert "default 8MiB" in text
+    assert "default auto" in text
+    assert "--memory-budget SIZE" in text
     assert "text|json" in text
 
 
@@ -50,6 +52,9 @@ def test_help_of_serve_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
         ["nonsense"],
         [],
         ["demo-model", "--experts", "many"],
+        ["inspect"],
+        ["inspect", "m.gguf", "--memory-budget", "much"],
+        ["inspect", "m.gguf", "--ctx", "-1"],
         ["serve", "--config", "/nonexistent.toml"],
         ["serve", "--port", "0", "--model", "/nonexistent.gguf"],
         ["serve", "--port", "0", "--model", "/"],
@@ -95,6 +100,25 @@ def test_flags_of_switches_may_be_negated() -> None:
     assert parse(["serve", "--no-strict-model"]).strict_model is False
     assert not hasattr(parse(["serve"]), "strict_model")
     assert parse(["serve", "--cors-origin", "a", "--cors-origin", "b"]).cors_origin == ["a", "b"]
+
+
+def test_settings_of_the_expert_cache_reach_the_engine(tmp_path: Path) -> None:
+    given = {"memory_budget": "1500MiB", "io": "buffered", "reader": "threads", "hot_experts": "hot.json"}
+    configure = to_configure(
+        load_settings({**given, "expert_trace": str(tmp_path / "t")}), tmp_path / "m.gguf"
+    )
+    assert configure.memory_budget_bytes == 1500 * 2**20
+    assert (configure.io, configure.reader) == ("buffered", "threads")
+    assert configure.hot_experts_path == str(Path.cwd() / "hot.json")
+    assert configure.expert_trace_path == str(tmp_path / "t")
+    # the front end tells what it takes itself
+    assert 20 * 2**20 < configure.front_end_bytes < 2**30
+
+
+def test_unset_settings_leave_the_choice_to_the_engine(tmp_path: Path) -> None:
+    configure = to_configure(load_settings({}), tmp_path / "m.gguf")
+    assert (configure.memory_budget_bytes, configure.n_batch) == (0, 0)
+    assert (configure.hot_experts_path, configure.expert_trace_path) == (None, None)
 
 
 def test_ready_text_holds_a_command_that_works_as_it_stands() -> None:

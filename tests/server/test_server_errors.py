@@ -201,6 +201,8 @@ async def test_model_is_any_name_unless_strict(start_server: StartServer) -> Non
         ({"code": "template_error", "message": "bad"}, 400, "invalid_request_error", "template_error"),
         ({"code": "invalid_grammar", "message": "bad"}, 400, "invalid_request_error", "invalid_grammar"),
         ({"code": "insufficient_memory", "message": "bad"}, 503, "server_error", "insufficient_memory"),
+        ({"code": "model_file_error", "message": "bad"}, 500, "server_error", "model_file_error"),
+        ({"code": "numeric_error", "message": "bad"}, 500, "server_error", "numeric_error"),
         ({"code": "internal", "message": "bad"}, 500, "server_error", "internal_error"),
     ],
 )

@@ -74,6 +74,13 @@ def test_size_in_toml_may_be_a_number_or_text(config: Path) -> None:
     assert load_settings({}, config).max_body_size == 2**20
 
 
+@pytest.mark.parametrize(("text", "n_bytes"), [("1500MiB", 1500 * 2**20), ("auto", 0), ("Auto", 0)])
+def test_memory_budget_is_a_size_or_auto(text: str, n_bytes: int, config: Path) -> None:
+    assert load_settings({"memory_budget": text}).memory_budget == n_bytes
+    config.write_text(f'memory_budget = "{text}"\n')
+    assert load_settings({}, config).memory_budget == n_bytes
+
+
 def error_of(cli: dict[str, object], config: Path | None = None) -> str:
     with pytest.raises(SettingsError) as caught:
         load_settings(cli, config)
@@ -94,6 +101,10 @@ def error_of(cli: dict[str, object], config: Path | None = None) -> str:
         ("cors_origin", ["localhost:3000"], "--cors-origin"),
         ("api_key", "two words", "--api-key"),
         ("alias", "", "--alias"),
+        ("memory_budget", "much", "--memory-budget"),
+        ("memory_budget", "0", "--memory-budget"),
+        ("io", "mmap", "--io"),
+        ("reader", "uring", "--reader"),
     ],
 )
 def test_bad_value_names_its_source(

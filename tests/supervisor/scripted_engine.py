@@ -35,6 +35,7 @@ from s2moe.engine.messages import (
     LoadProgress,
     ModelInfo,
     Ping,
+    Plan,
     Pong,
     PrefillProgress,
     Ready,
@@ -44,6 +45,7 @@ from s2moe.engine.messages import (
     encode_frame,
 )
 
+PLAN = Plan(budget_bytes=1, lines=["half of the memory for this", "half for that"], warnings=["not much"])
 MODEL = ModelInfo(
     architecture="llama",
     name="scripted",
@@ -152,7 +154,7 @@ class Engine:
                 time.sleep(0.05)
             self.step_age_seconds = 0.0
         self.pong_state = "idle"
-        self.send(Ready(model=MODEL, load_seconds=0.0))
+        self.send(Ready(model=MODEL, load_seconds=0.0, plan=PLAN if behaviour == "planned" else None))
 
     def answer(self, request: Generate) -> None:
         for action in json.loads(request.messages_json):

@@ -19,7 +19,7 @@ from supervisor_rig import SCRIPTED_ENGINE, Rig, generate, gone
 
 from s2moe.engine.messages import Finished, Step
 from s2moe.server.engine_client import EngineDiedError
-from s2moe.server.engine_process import MAX_STDERR_LINE_BYTES, STDERR_TAIL_LINES
+from s2moe.server.engine_process import MAX_STDERR_LINE_BYTES, STDERR_TAIL_LINES, engine_environment
 
 
 async def test_the_child_gets_its_socket_and_nothing_else_of_ours(rig: Rig) -> None:
@@ -36,6 +36,23 @@ async def test_the_child_gets_its_socket_and_nothing_else_of_ours(rig: Rig) -> N
 async def test_the_child_is_out_of_reach_of_the_terminals_ctrl_c(rig: Rig) -> None:
     assert os.getpgid(rig.pid) == rig.pid != os.getpgid(0)
     assert os.getsid(rig.pid) == rig.pid != os.getsid(0)
+
+
+def test_the_child_waits_without_spinning_unless_the_operator_chose() -> None:
+    assert engine_environment({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": "5000", "MALLOC_ARENA_MAX": "2"}
+    chosen = {"GOMP_SPINCOUNT": "7", "MALLOC_ARENA_MAX": "9"}
+    assert engine_environment(chosen) == chosen
+    assert "GOMP_SPINCOUNT" not in engine_environment({"OMP_WAIT_POLICY": "active"})
+
+
+def environment_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+async def test_the_child_gets_this_environment(rig: Rig) -> None:
+    environment = environment_of(rig.pid)
+    assert "GOMP_SPINCOUNT=5000" in environment
+    assert "MALLOC_ARENA_MAX=2" in environment
 
 
 async def test_stderr_is_logged_by_line_bounded_and_kept_for_the_report(

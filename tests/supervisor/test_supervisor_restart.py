@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import statistics
@@ -35,6 +36,16 @@ async def test_start_returns_at_once_and_reports_phases_and_progress(make_rig: M
     assert rig.supervisor.model is not None
     assert rig.supervisor.model.name == "scripted"
     assert rig.observer.restarts == []
+
+
+async def test_the_memory_plan_is_logged(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "s2moe")
+    rig = make_rig(starts="planned")
+    await rig.supervisor.start()
+    await rig.ready()
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    plan = [("INFO", "half of the memory for this"), ("INFO", "half for that"), ("WARNING", "not much")]
+    assert [line for line in lines if line in plan] == plan
 
 
 async def test_kill_9_during_decode_is_noticed_at_once(rig: Rig) -> None:

@@ -170,20 +170,19 @@ void expert_cache::free_pools() {
 }
 
 uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
-    std::unique_lock lock(mutex);
-    drain(lock);
+    const std::lock_guard lock(mutex);
     close_op();
     end_pass();
     stop_populating = true;
     if (populating.joinable()) {
         populating.join();
     }
+    const uint64_t before_bytes = std::max<uint64_t>(1, totals.capacity_bytes);
     for (size_t i = 0; i < pools.size(); ++i) {
         pool & pool = pools[i];
         const slot_class & each = layout.classes[i];
         // each class gives in proportion to what it has
-        const double share =
-            totals.capacity_bytes == 0 ? 0 : static_cast<double>(capacity_bytes) / totals.capacity_bytes;
+        const double share = static_cast<double>(capacity_bytes) / static_cast<double>(before_bytes);
         uint32_t n_live = 0;
         for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
             n_live += !slots[s].retired;
@@ -395,6 +394,10 @@ bool expert_cache::take_from(std::deque<queued_read> & queue, read_request & req
         queue.pop_front();
         slot & target = slots[next.slot];
         if (target.generation == next.generation && target.parts[next.part] == part_state::queued) {
+            const bool first = target.n_missing == static_cast<int>(layer_of_entry(target.owner).parts.size());
+            if (first && target.n_reading == 0 && target.trigger != S2MOE_TRIGGER_DEMAND) {
+                target.requested = steady::now(); // until now it was not urgent
+            }
             target.parts[next.part] = part_state::reading;
             target.n_reading += 1;
             build_read(next, request);
@@ -663,10 +666,11 @@ void expert_cache::begin_pass(int layer_index,
     end_pass();
     if (previous < 0 || layer_index <= previous) {
         ++clock;
+        // of the whole decode: the last layer of a prompt often computes its last token only
+        current.prefill = n_tokens > decode_tokens_max;
     }
     current.layer_index = layer_index;
     current.parts_seen = 0;
-    current.prefill = n_tokens > decode_tokens_max;
     current.trace = {};
     current.trace.begin_ns = monotonic_ns(steady::now());
     current.trace.layer = layout.layers[layer_index].layer;

@@ -1,0 +1,68 @@
+"""The trace of `--expert-trace FILE`: what each decode asked of the expert cache, one JSON object per line.
+
+    {"begin_ns": …, "end_ns": …, "n_tokens": …, "layers": [[…], …]}
+
+begin_ns and end_ns (CLOCK_MONOTONIC) enclose the native call; n_tokens went through it. Each entry of
+`layers` is one layer of one micro-batch, in the order of evaluation; its values are those of LAYER_FIELDS.
+Written for bench/offload.py, which computes from it how fast the run could have been.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from s2moe.engine.errors import EngineStartError
+from s2moe.engine.native_experts import Experts
+
+LAYER_FIELDS: Final = (
+    "layer",
+    "begin_ns",
+    "n_hits",
+    "n_misses",
+    "missed_bytes",
+    "stall_seconds",
+    "compute_seconds",
+)
+"""Order of the values of a layer; their meaning is that of struct s2moe_expert_trace."""
+
+KEPT_RECORDS: Final = 1 << 16
+"""A prompt may be cut into many micro-batches, each with a record per layer."""
+
+
+class ExpertTraceFile:
+    """Writes the trace of one store. Used by the thread that decodes."""
+
+    def __init__(self, path: Path, experts: Experts) -> None:
+        """Begins a new file. Raises EngineStartError when it cannot be written."""
+        try:
+            # Unbuffered: the engine may end without closing anything, and nobody else can flush for it.
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise EngineStartError(
+                "trace_unwritable",
+                f"--expert-trace: cannot write {path}: {error.strerror}; choose another file",
+            ) from error
+        self._experts = experts
+        self._n_at_once = 2 * len(experts.layers)
+        experts.set_trace(KEPT_RECORDS)
+
+    def add(self, begin_ns: int, n_tokens: int) -> None:
+        """Writes what the decode that has just returned left in the store; it began at begin_ns."""
+        end_ns = time.monotonic_ns()
+        layers = []
+        while True:
+            records = self._experts.take_trace(self._n_at_once)
+            layers += [[getattr(record, name) for name in LAYER_FIELDS] for record in records]
+            if len(records) < self._n_at_once:
+                break
+        line = {"begin_ns": begin_ns, "end_ns": end_ns, "n_tokens": n_tokens, "layers": layers}
+        os.write(self._file.fileno(), json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        """Before the store is closed."""
+        self._experts.set_trace(0)
+        self._file.close()

@@ -1,0 +1,380 @@
+"""From a model file to weights, a context and an expert cache that together keep a memory budget."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from s2moe.engine.errors import EngineStartError
+from s2moe.engine.memory import Budget, Footprint, available_bytes, machine_budget, measure_footprint
+from s2moe.engine.messages import Configure
+from s2moe.engine.native import Library, NativeError, Status
+from s2moe.engine.native_experts import ContextMemory, Experts, Io, Reader, context_memory, model_layout
+from s2moe.engine.native_log import NativeLog
+from s2moe.engine.plan import BudgetTooSmallError, MemoryPlan, ModelLayout, Needs
+
+logger = logging.getLogger(__name__)
+
+GGUF_MAGIC = b"GGUF"
+DEFAULT_N_CTX = 8192
+DEFAULT_N_BATCH = 512
+MAX_OUTPUTS = 64
+"""Tokens of one decode whose logits may be asked for: more than any draft tree has. llama.cpp reserves a row
+of the vocabulary's size for each."""
+
+_libc = ctypes.CDLL(None)
+
+Progress = Callable[[str, float], None]
+"""Takes the phase and its fraction, 0 … 1."""
+
+
+@dataclass
+class LoadedModel:
+    """Handles of llama.h and the cache; `close()` frees them in their order."""
+
+    llama_cpp: Any
+    handle: Any
+    context: Any
+    experts: Experts | None = None
+    """None: a dense model, or one on a GPU."""
+    plan: MemoryPlan | None = None
+    """None for a model on a GPU."""
+
+    def close(self) -> None:
+        self.llama_cpp.llama_free(self.context)
+        self.llama_cpp.llama_model_free(self.handle)
+        if self.experts is not None:
+            self.experts.close()
+
+
+class Loader:
+    """Loads one model. Used once, by one thread."""
+
+    def __init__(
+        self,
+        llama_cpp: Any,
+        library: Library,
+        log: NativeLog,
+        configure: Configure,
+        n_threads: int,
+        measure: Callable[[], Footprint],
+    ) -> None:
+        """`measure` says what both processes take."""
+        self._llama_cpp = llama_cpp
+        self._library = library
+        self._log = log
+        self._configure = configure
+        self._n_threads = n_threads
+        self._measure = measure
+        self._path = configure.model_path
+
+    def load(self, on_progress: Progress) -> LoadedModel:
+        """Raises EngineStartError; nothing stays allocated then."""
+        if self._configure.device == "cpu":
+            return self._load_planned(on_progress)
+        if self._configure.memory_budget_bytes:
+            logger.warning("--memory-budget is for --device cpu; on a GPU nothing is planned")
+        on_progress("model", 0.0)
+        handle = self._load_model(self._model_params(None), on_progress)
+        try:
+            return LoadedModel(self._llama_cpp, handle, self._create_context(handle, self._n_batch))
+        except EngineStartError:
+            self._llama_cpp.llama_model_free(handle)
+            raise
+
+    def plan(self, experts: Experts | None) -> MemoryPlan:
+        """What loading would take, without loading anything. Raises EngineStartError, but not for a budget
+        that is too small: MemoryPlan.check() does."""
+        layout = self._read_layout()
+        n_batch = self._n_batch
+        with self._simulated_model(experts) as handle:
+            self._check_kv_size(handle)
+            memory = self._simulated_memory(handle, n_batch)
+            footprint = self._measure()
+            plan = MemoryPlan(
+                layout=layout,
+                budget=self._budget(),
+                needs=Needs(
+                    front_end_bytes=footprint.front_end_bytes,
+                    engine_bytes=footprint.engine_bytes,
+                    weights_bytes=memory.weights_bytes,
+                    kv_bytes=memory.kv_bytes,
+                    compute_bytes=memory.compute_bytes,
+                    n_ctx=self._n_ctx(handle),
+                    n_batch=min(n_batch, self._n_ctx(handle)),
+                ),
+                slots_floor_bytes=0 if experts is None else experts.floor_bytes,
+            )
+            while self._configure.n_batch == 0 and plan.batch_is_too_large:
+                n_batch = plan.needs.n_batch // 2
+                memory = self._simulated_memory(handle, n_batch)
+                plan = plan.with_needs(n_batch=n_batch, compute_bytes=memory.compute_bytes)
+        return plan
+
+    def open_experts(self) -> Experts | None:
+        """None for a dense model. Raises EngineStartError."""
+        if not self._read_layout().n_expert:
+            return None
+        configure = self._configure
+        try:
+            return Experts(
+                self._library,
+                self._path,
+                io=cast(Io, configure.io),
+                reader=cast(Reader, configure.reader),
+            )
+        except NativeError as error:
+            raise EngineStartError(*_open_failure(error, configure)) from error
+
+    def _load_planned(self, on_progress: Progress) -> LoadedModel:
+        on_progress("plan", 0.0)
+        experts = self.open_experts()
+        try:
+            plan = self.plan(experts)
+            self._check(plan)
+            if plan.needs.n_batch < min(DEFAULT_N_BATCH, plan.needs.n_ctx) and not self._configure.n_batch:
+                logger.warning(
+                    "prompts are evaluated %d tokens at a time, to leave memory to the experts; "
+                    "set --batch-size to choose yourself",
+                    plan.needs.n_batch,
+                )
+            on_progress("plan", 1.0)
+            return self._load_into(plan, experts, on_progress)
+        except BaseException:
+            if experts is not None:
+                experts.close()
+            raise
+
+    def _load_into(self, plan: MemoryPlan, experts: Experts | None, on_progress: Progress) -> LoadedModel:
+        handle = self._load_model(self._model_params(experts), on_progress)
+        try:
+            on_progress("context", 0.0)
+            loaded = LoadedModel(
+                self._llama_cpp, handle, self._create_context(handle, plan.needs.n_batch), experts, plan
+            )
+        except EngineStartError:
+            self._llama_cpp.llama_model_free(handle)
+            raise
+        try:
+            if experts is not None:
+                loaded.plan = plan = self._measured(plan, loaded.context)
+                drop_page_cache(plan.layout.files)
+                self._check(plan)
+                experts.allocate(max(plan.capacity_bytes, experts.floor_bytes))
+            on_progress("context", 1.0)
+        except BaseException as error:
+            loaded.experts = None  # closed by the caller
+            loaded.close()
+            if isinstance(error, NativeError):
+                raise EngineStartError(
+                    "insufficient_memory",
+                    f"no memory for {plan.n_slots} experts: {error.message}; give a smaller --memory-budget",
+                ) from error
+            raise
+        return loaded
+
+    def _measured(self, plan: MemoryPlan, context: Any) -> MemoryPlan:
+        """The plan with what both processes really take now. Weights and KV cache have been written already,
+        the compute buffers have not."""
+        memory = context_memory(self._library, context)
+        _libc.malloc_trim(0)
+        footprint = self._measure()
+        return plan.with_needs(
+            front_end_bytes=footprint.front_end_bytes,
+            engine_bytes=max(
+                plan.needs.engine_bytes, footprint.engine_bytes - memory.weights_bytes - memory.kv_bytes
+            ),
+            weights_bytes=memory.weights_bytes,
+            kv_bytes=memory.kv_bytes,
+            compute_bytes=memory.compute_bytes,
+        )
+
+    def _check(self, plan: MemoryPlan) -> None:
+        # weights of a dense model are mapped from the file: too many of them are slow, but work
+        if plan.layout.n_expert or plan.budget.explicit:
+            try:
+                plan.check()
+            except BudgetTooSmallError as error:
+                raise EngineStartError("budget_too_small", str(error)) from None
+
+    def _budget(self) -> Budget:
+        chosen = self._configure.memory_budget_bytes
+        if chosen:
+            return Budget(chosen, "--memory-budget", explicit=True)
+        return machine_budget(measure_footprint(self._configure.front_end_bytes).total_bytes)
+
+    # llama.cpp
+
+    @property
+    def _n_batch(self) -> int:
+        return self._configure.n_batch or DEFAULT_N_BATCH
+
+    def _n_ctx(self, handle: Any) -> int:
+        n_ctx_train: int = self._llama_cpp.llama_model_n_ctx_train(handle)
+        return self._configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
+
+    def _read_layout(self) -> ModelLayout:
+        try:
+            return ModelLayout.from_json(model_layout(self._library, self._path))
+        except NativeError as error:
+            raise EngineStartError(
+                "model_invalid",
+                f"cannot load {self._path}: {error.message}",
+            ) from error
+
+    def _model_params(self, experts: Experts | None) -> Any:
+        params = self._llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 999 if self._configure.device == "cuda" else 0
+        if experts is not None:
+            params.tensor_buft_overrides = experts.overrides
+        if experts is not None or self._configure.memory_budget_bytes:
+            # weights are read once into memory of ours instead of staying in a page cache that gives way;
+            # with buffered reads the kernel would read ahead into the experts
+            params.load_mode = (
+                self._llama_cpp.LLAMA_LOAD_MODE_NONE
+                if self._configure.io == "buffered"
+                else self._llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO
+            )
+            params.check_tensors = True  # a router of NaNs would choose experts that do not exist
+        return params
+
+    def _load_model(self, params: Any, on_progress: Progress | None) -> Any:
+        def report(fraction: float, _user_data: Any) -> bool:
+            if on_progress is not None:
+                on_progress("model", fraction)
+            return True
+
+        callback = self._llama_cpp.llama_progress_callback(report)
+        params.progress_callback = callback
+        handle = self._llama_cpp.llama_model_load_from_file(self._path.encode(), params)
+        if not handle:
+            reason = self._log.explain("llama.cpp gave no reason")
+            raise EngineStartError(
+                "model_invalid",
+                f"cannot load {self._path}: {reason}; the file may be damaged, of an unknown "
+                "architecture, or larger than the memory",
+            )
+        return handle
+
+    def _create_context(self, handle: Any, n_batch: int) -> Any:
+        self._check_kv_size(handle)
+        params = self._llama_cpp.llama_context_default_params()
+        params.n_ctx = self._n_ctx(handle)
+        # one micro-batch per native call: an aborted call then leaves the KV cache as it was
+        params.n_batch = params.n_ubatch = min(n_batch, params.n_ctx)
+        params.n_outputs_max = min(MAX_OUTPUTS, params.n_batch)
+        params.n_threads = params.n_threads_batch = self._n_threads
+        params.no_perf = True
+        context = self._llama_cpp.llama_init_from_model(handle, params)
+        if not context:
+            reason = self._log.explain("not enough memory")
+            raise EngineStartError(
+                "context_failed",
+                f"cannot create a context of {params.n_ctx} tokens: {reason}; try a smaller --ctx-size",
+            )
+        return context
+
+    def _check_kv_size(self, handle: Any) -> None:
+        """Refuses what the kernel would only notice when it is too late: it hands out memory that it does not
+        have and kills whoever touches it."""
+        llama_cpp = self._llama_cpp
+        architecture = meta_value(llama_cpp, handle, "general.architecture")
+        if meta_value(llama_cpp, handle, f"{architecture}.attention.kv_lora_rank"):
+            return  # a compressed cache, many times smaller than this formula says
+        n_head: int = llama_cpp.llama_model_n_head(handle)
+        n_embd: int = llama_cpp.llama_model_n_embd(handle)
+        n_head_kv: int = llama_cpp.llama_model_n_head_kv(handle)
+        n_layer: int = llama_cpp.llama_model_n_layer(handle)
+        if n_head == 0:
+            return
+        # keys and values of two bytes per layer and token
+        n_ctx = self._n_ctx(handle)
+        kv_bytes = 2 * 2 * n_layer * n_head_kv * (n_embd // n_head) * n_ctx
+        available = available_bytes()
+        if kv_bytes > available:
+            raise EngineStartError(
+                "context_failed",
+                f"a context of {n_ctx} tokens needs {kv_bytes / 2**30:.1f} GiB for its KV cache, but only "
+                f"{available / 2**30:.1f} GiB of memory are available; choose a smaller --ctx-size",
+            )
+
+    @contextlib.contextmanager
+    def _simulated_model(self, experts: Experts | None) -> Iterator[Any]:
+        """The model without any weights."""
+        params = self._model_params(experts)
+        params.no_alloc = True
+        params.load_mode = self._llama_cpp.LLAMA_LOAD_MODE_NONE
+        handle = self._load_model(params, None)
+        try:
+            yield handle
+        finally:
+            self._llama_cpp.llama_model_free(handle)
+
+    def _simulated_memory(self, handle: Any, n_batch: int) -> ContextMemory:
+        context = self._create_context(handle, n_batch)
+        try:
+            return context_memory(self._library, context)
+        finally:
+            self._llama_cpp.llama_free(context)
+
+
+def check_file(path: Path) -> None:
+    """The plain mistakes, so that they get a plain message."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(GGUF_MAGIC))
+    except FileNotFoundError:
+        raise EngineStartError("model_not_found", f"model {path} does not exist; check --model") from None
+    except OSError as error:
+        raise EngineStartError(
+            "model_unreadable", f"model {path} cannot be read: {error.strerror}; check --model"
+        ) from None
+    if magic != GGUF_MAGIC:
+        raise EngineStartError(
+            "model_invalid",
+            f"model {path} is not a GGUF file; convert it with llama.cpp or pick another file",
+        )
+
+
+def meta_value(llama_cpp: Any, handle: Any, key: str) -> str:
+    """A value of the model's metadata as text, "" if there is none."""
+    buffer = ctypes.create_string_buffer(512)
+    length = llama_cpp.llama_model_meta_val_str(handle, key.encode(), buffer, len(buffer))
+    return buffer.value.decode(errors="replace") if length > 0 else ""
+
+
+def drop_page_cache(files: tuple[str, ...]) -> None:
+    """Tells the kernel that what was read of these files is not needed again: the weights have been copied,
+    and pages in the cache would count towards a container's limit."""
+    for file in files:
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            logger.warning("the page cache keeps %s: %s", file, error.strerror)
+            continue
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _open_failure(error: NativeError, configure: Configure) -> tuple[str, str]:
+    """Code and message."""
+    name = Path(configure.model_path).name
+    if error.status == Status.UNSUPPORTED:
+        return (
+            "reader_unavailable",
+            f"experts of {name} cannot be read as asked: {error.message}; use --reader auto or --io buffered",
+        )
+    if error.status == Status.INVALID:
+        return "invalid_setting", f"--io or --reader: {error.message}"
+    return (
+        "model_invalid",
+        f"cannot load {configure.model_path}: {error.message}",
+    )

@@ -1,0 +1,71 @@
+"""Keeps what front end and engine use within the budget while they serve, at the cost of slots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from s2moe.engine.memory import MIB
+from s2moe.engine.native_experts import ExpertStats
+from s2moe.engine.plan import show
+
+logger = logging.getLogger(__name__)
+
+SHRINK_CACHE = "shrink_cache"
+"""What is done about memory pressure, as metrics name it."""
+MARGIN_BYTES = 4 * MIB
+"""So near to the budget use may come: it grows on until the next check."""
+STEP_BYTES = 8 * MIB
+"""Given back beyond the excess, so that slow growth does not cost slots every second."""
+
+
+class ShrinkableExperts(Protocol):
+    """What the guard does to an expert cache; `native_experts.Experts` is one."""
+
+    def stats(self) -> ExpertStats: ...
+
+    def shrink(self, capacity_bytes: int) -> int: ...
+
+
+class MemoryGuard:
+    """Compares use with the budget at each `check`, and shrinks the cache before it is exceeded."""
+
+    def __init__(
+        self, experts: ShrinkableExperts, budget_bytes: int, measure_bytes: Callable[[], int]
+    ) -> None:
+        """`measure_bytes` returns the resident set of both processes."""
+        self._experts = experts
+        self._budget_bytes = budget_bytes
+        self._measure_bytes = measure_bytes
+        self._at_floor = False
+        self.n_shrinks = 0
+        """Times that slots were given back."""
+
+    def check(self) -> None:
+        """Not during a decode."""
+        used_bytes = self._measure_bytes()
+        excess_bytes = used_bytes - (self._budget_bytes - MARGIN_BYTES)
+        if excess_bytes <= 0:
+            self._at_floor = False
+            return
+        if self._at_floor:
+            return
+        before_bytes = self._experts.stats().capacity_bytes
+        capacity_bytes = self._experts.shrink(max(0, before_bytes - excess_bytes - STEP_BYTES))
+        if capacity_bytes < before_bytes:
+            self.n_shrinks += 1
+            logger.warning(
+                "front end and engine use %s of the budget of %s, so the expert cache shrinks from %s to %s",
+                *(
+                    show(n_bytes)
+                    for n_bytes in (used_bytes, self._budget_bytes, before_bytes, capacity_bytes)
+                ),
+            )
+        if before_bytes - capacity_bytes < excess_bytes:
+            self._at_floor = True
+            logger.error(
+                "front end and engine use %s of the budget of %s, and the expert cache cannot shrink "
+                "below %s; raise --memory-budget",
+                *(show(n_bytes) for n_bytes in (used_bytes, self._budget_bytes, capacity_bytes)),
+            )

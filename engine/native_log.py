@@ -1,0 +1,47 @@
+"""llama.cpp's log as part of ours."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+GGML_LOG_LEVEL_ERROR = 4
+_LOG_LEVELS = {3: logging.WARNING, GGML_LOG_LEVEL_ERROR: logging.ERROR}
+"""ggml_log_level → ours; the rest of llama.cpp's chatter is for debugging."""
+_EXPECTED_WARNINGS = (
+    "removing memory module entries",
+    "failed to decode, ret = 2",
+    "failed with error 1",
+    "compute status: 1",
+)
+"""What llama.cpp warns of when a decode is aborted, which is an ordinary event here."""
+
+
+class NativeLog:
+    """Routes llama.cpp's log into ours and remembers its last errors, which explain a failed load."""
+
+    def __init__(self, llama_cpp: Any) -> None:
+        self.errors: deque[str] = deque(maxlen=5)
+        self._lock = threading.Lock()
+        self._callback = llama_cpp.llama_log_callback(self._receive)
+        llama_cpp.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
+        line = text.decode(errors="replace").strip()
+        if not line:
+            return
+        if level == GGML_LOG_LEVEL_ERROR:
+            with self._lock:
+                self.errors.append(line)
+        expected = any(warning in line for warning in _EXPECTED_WARNINGS)
+        logger.log(logging.DEBUG if expected else _LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+    def explain(self, default: str) -> str:
+        """The oldest remembered error, which is usually the cause; later ones only report the failure."""
+        with self._lock:
+            return self.errors[0] if self.errors else default

@@ -1,0 +1,73 @@
+"""The budget is kept at the cost of slots."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from s2moe.engine.memory import MIB
+from s2moe.engine.memory_guard import MARGIN_BYTES, STEP_BYTES, MemoryGuard
+from s2moe.engine.native_experts import ExpertStats
+
+BUDGET_BYTES = 1000 * MIB
+
+
+class Cache:
+    """Slots that take `capacity_bytes`, and processes that take `other_bytes` beside them."""
+
+    def __init__(self, capacity: int, resident: int, other: int, floor: int = 10) -> None:
+        self.capacity_bytes = capacity * MIB
+        self.resident_bytes = resident * MIB
+        self.other_bytes = other * MIB
+        self.floor_bytes = floor * MIB
+        self.guard = MemoryGuard(self, BUDGET_BYTES, lambda: self.other_bytes + self.resident_bytes)
+
+    def stats(self) -> ExpertStats:
+        return ExpertStats(capacity_bytes=self.capacity_bytes, resident_bytes=self.resident_bytes)
+
+    def shrink(self, capacity_bytes: int) -> int:
+        self.capacity_bytes = max(capacity_bytes, self.floor_bytes)
+        self.resident_bytes = min(self.resident_bytes, self.capacity_bytes)
+        return self.capacity_bytes
+
+
+def test_nothing_happens_within_the_budget() -> None:
+    cache = Cache(capacity=600, resident=600, other=390)
+    cache.guard.check()
+    assert (cache.capacity_bytes, cache.guard.n_shrinks) == (600 * MIB, 0)
+
+
+def test_excess_is_given_back_once(caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache(capacity=600, resident=600, other=450)
+    with caplog.at_level(logging.WARNING):
+        cache.guard.check()
+        cache.guard.check()
+    assert cache.capacity_bytes == 550 * MIB - MARGIN_BYTES - STEP_BYTES
+    assert cache.guard.n_shrinks == 1
+    assert len(caplog.records) == 1
+    assert "1050 MiB of the budget of 1000 MiB" in caplog.text
+
+
+def test_it_acts_before_the_budget_is_exceeded() -> None:
+    cache = Cache(capacity=600, resident=600, other=398)
+    cache.guard.check()
+    assert cache.capacity_bytes == 602 * MIB - MARGIN_BYTES - STEP_BYTES
+
+
+def test_slots_not_filled_yet_are_no_use() -> None:
+    cache = Cache(capacity=600, resident=100, other=450)
+    cache.guard.check()
+    assert cache.guard.n_shrinks == 0
+
+
+def test_floor_is_kept_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache(capacity=20, resident=20, other=1200)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            cache.guard.check()
+    assert cache.capacity_bytes == cache.floor_bytes
+    assert cache.guard.n_shrinks == 1
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "--memory-budget" in errors[0].getMessage()

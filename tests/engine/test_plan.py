@@ -1,0 +1,237 @@
+"""How a budget is divided, what is refused, and what speed is promised."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s2moe.engine.memory import MIB, Budget
+from s2moe.engine.plan import (
+    RESERVE_BYTES,
+    RESERVE_DIVISOR,
+    BudgetTooSmallError,
+    Machine,
+    MemoryPlan,
+    ModelLayout,
+    Needs,
+    expected_speed,
+    show,
+    show_flag,
+)
+
+LAYOUT: dict[str, Any] = {
+    "architecture": "qwen3moe",
+    "name": "Mixed",
+    "n_layer": 7,
+    "n_ctx_train": 4096,
+    "n_vocab": 1000,
+    "n_expert": 16,
+    "n_expert_used": 4,
+    "files": [{"path": "a.gguf", "size_bytes": 400}, {"path": "b.gguf", "size_bytes": 600}],
+    "file_bytes": 1000,
+    "dense_bytes": 100,
+    "expert_bytes": 900,
+    "tensor_types": {"q4_K": 800, "f32": 200},
+    # four layers of one size and two of another; a seventh is dense
+    "classes": [
+        {"slot_bytes": 2 * MIB, "n_layers": 4, "n_experts": 64},
+        {"slot_bytes": 3 * MIB, "n_layers": 2, "n_experts": 32},
+    ],
+}
+DENSE: dict[str, Any] = {**LAYOUT, "n_expert": 0, "n_expert_used": 0, "classes": [], "expert_bytes": 0}
+NEEDS = Needs(
+    front_end_bytes=50 * MIB,
+    engine_bytes=40 * MIB,
+    weights_bytes=100 * MIB,
+    kv_bytes=30 * MIB,
+    compute_bytes=20 * MIB,
+    n_ctx=4096,
+    n_batch=512,
+)
+FIXED_BYTES = 240 * MIB
+ALL_SLOTS_BYTES = 64 * 2 * MIB + 32 * 3 * MIB
+FLOOR_SLOTS_BYTES = 16 * 2 * MIB + 16 * 3 * MIB
+CYCLE_BYTES = 4 * 4 * 2 * MIB + 2 * 4 * 3 * MIB
+
+
+def plan_of(budget_bytes: int, *, layout: dict[str, Any] = LAYOUT, explicit: bool = True) -> MemoryPlan:
+    source = "--memory-budget" if explicit else "the limit in /sys/fs/cgroup/memory.max"
+    return MemoryPlan(
+        layout=ModelLayout.from_json(layout),
+        budget=Budget(budget_bytes, source, explicit=explicit),
+        needs=NEEDS,
+        slots_floor_bytes=FLOOR_SLOTS_BYTES if layout["classes"] else 0,
+    )
+
+
+def test_sizes_of_a_model_with_layers_of_two_sizes() -> None:
+    layout = ModelLayout.from_json(LAYOUT)
+    assert (layout.n_moe_layer, layout.n_experts_total, layout.cycle_slots) == (6, 96, 24)
+    assert (layout.all_slots_bytes, layout.floor_slots_bytes) == (ALL_SLOTS_BYTES, FLOOR_SLOTS_BYTES)
+    assert layout.cycle_bytes == CYCLE_BYTES
+    assert layout.files == ("a.gguf", "b.gguf")
+
+
+def test_slots_get_all_that_nothing_else_needs() -> None:
+    plan = plan_of(400 * MIB)
+    reserve = RESERVE_BYTES + 400 * MIB // RESERVE_DIVISOR  # divides evenly
+    assert plan.capacity_bytes == 400 * MIB - FIXED_BYTES - reserve
+    assert sum(plan.pools.values()) == 400 * MIB
+
+
+def test_slots_get_no_more_than_all_experts_need() -> None:
+    plan = plan_of(10_000 * MIB)
+    assert plan.all_resident
+    assert plan.capacity_bytes == ALL_SLOTS_BYTES
+    assert plan.n_slots == 96
+    assert sum(plan.pools.values()) < 500 * MIB
+
+
+@given(st.integers(0, 2000 * MIB))
+def test_no_budget_is_exceeded_and_none_is_left_unused(budget_bytes: int) -> None:
+    plan = plan_of(budget_bytes)
+    used_bytes = sum(plan.pools.values())
+    if plan.fits:
+        assert plan.capacity_bytes >= FLOOR_SLOTS_BYTES
+        assert used_bytes == budget_bytes or (used_bytes < budget_bytes and plan.all_resident)
+    assert plan.fits == (budget_bytes >= plan.floor_bytes)
+    assert plan.all_resident == (budget_bytes >= plan.full_bytes)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, DENSE])
+def test_floor_is_the_least_budget_that_is_accepted(layout: dict[str, Any]) -> None:
+    floor_bytes = plan_of(0, layout=layout).floor_bytes
+    plan_of(floor_bytes, layout=layout).check()
+    with pytest.raises(BudgetTooSmallError):
+        plan_of(floor_bytes - 1, layout=layout).check()
+
+
+def test_refusal_has_the_arithmetic_and_the_remedies() -> None:
+    plan = plan_of(200 * MIB)
+    with pytest.raises(BudgetTooSmallError) as caught:
+        plan.check()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith("--memory-budget gives 200 MiB, but Mixed needs at least ")
+    terms = re.findall(r"([0-9]+) MiB (front end|engine|dense weights|KV|compute|experts|reserve)", text)
+    assert [name for _, name in terms] == [
+        *("front end", "engine", "dense weights", "KV", "compute", "experts", "reserve")
+    ]
+    assert abs(sum(int(n) for n, _ in terms) - plan.floor_bytes / MIB) < 2
+    assert "a smaller --ctx-size" in text
+    assert "a smaller --batch-size" in text
+    (remedy,) = re.findall(r"--memory-budget ([0-9]+)MiB or more", text)
+    plan_of(int(remedy) * MIB).check()
+
+
+def test_refusal_of_a_detected_budget_names_where_it_comes_from() -> None:
+    with pytest.raises(BudgetTooSmallError) as caught:
+        plan_of(200 * MIB, explicit=False).check()
+    assert str(caught.value).startswith("the limit in /sys/fs/cgroup/memory.max gives 200 MiB, but")
+    assert "raise the limit" in str(caught.value)
+
+
+def test_budget_below_one_tokens_experts_is_served_with_a_warning() -> None:
+    # 24 experts of one token take 56 MiB and one layer of each class 80 MiB: give this one a larger k
+    layout = {**LAYOUT, "n_expert_used": 12}
+    plan = plan_of(400 * MIB, layout=layout)
+    assert plan.below_cliff
+    (warning,) = plan.warnings()
+    (remedy,) = re.findall(r"--memory-budget ([0-9]+)MiB", warning)
+    assert not plan_of((int(remedy) + 2) * MIB, layout=layout).below_cliff
+    assert plan_of((int(remedy) - 2) * MIB, layout=layout).below_cliff
+
+
+def test_budget_above_the_cliff_has_no_warning() -> None:
+    assert plan_of(400 * MIB).warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "compute", "smaller"),
+    [(400, 20, False), (400, 60, True), (10_000, 60, False), (200, 20, True)],
+    ids=["small share", "large share", "all resident", "does not fit"],
+)
+def test_batches_shrink_where_their_buffers_cost_the_slots_much(
+    budget: int, compute: int, smaller: bool
+) -> None:
+    plan = plan_of(budget * MIB).with_needs(compute_bytes=compute * MIB)
+    assert plan.batch_is_too_large == smaller
+    assert not plan.with_needs(n_batch=32).batch_is_too_large
+
+
+def test_dense_model_has_a_plan_without_experts() -> None:
+    plan = plan_of(400 * MIB, layout=DENSE)
+    assert plan.fits
+    assert plan.capacity_bytes == 0
+    assert plan.warnings() == []
+    assert any("no experts" in line for line in plan.lines())
+
+
+def test_plan_in_words_names_every_pool() -> None:
+    text = "\n".join(plan_of(400 * MIB).lines())
+    for part in (
+        "400 MiB (--memory-budget)",
+        "processes 90 MiB",
+        "weights 100 MiB",
+        "KV 30 MiB (4096 tokens)",
+    ):
+        assert part in text
+    assert "compute 20 MiB (batches of 512)" in text
+    assert "of 96 experts fit" in text
+
+
+def test_plan_on_the_wire_and_in_json_has_the_same_numbers() -> None:
+    plan = plan_of(400 * MIB)
+    sent = plan.to_wire()
+    written = json.loads(json.dumps(plan.to_json()))
+    assert {pool.pool: pool.budget_bytes for pool in sent.pools} == written["pools"] == plan.pools
+    assert (sent.n_slots, sent.n_experts, sent.floor_bytes) == (
+        *(written["slots"], written["experts"], written["floor_bytes"]),
+    )
+    assert sent.n_cycle_slots == written["cliff_slots"] == 24
+
+
+def test_speed_with_all_experts_resident_is_the_memorys_alone() -> None:
+    machine = Machine(drive_bytes_per_second=1.0, memory_bytes_per_second=1000 * MIB)
+    speed = expected_speed(plan_of(10_000 * MIB), machine)
+    assert (speed.low_hit_rate, speed.high_hit_rate) == (1.0, 1.0)
+    token_bytes = NEEDS.weights_bytes + CYCLE_BYTES
+    assert speed.low == pytest.approx(0.4 * 1000 * MIB / token_bytes)
+    assert speed.high == pytest.approx(0.9 * 1000 * MIB / token_bytes)
+
+
+def test_speed_of_a_slow_drive_is_the_drives() -> None:
+    plan = plan_of(400 * MIB)
+    machine = Machine(drive_bytes_per_second=10 * MIB, memory_bytes_per_second=1e15)
+    speed = expected_speed(plan, machine)
+    share = plan.capacity_bytes / ALL_SLOTS_BYTES
+    assert speed.low == pytest.approx(10 * MIB / ((1 - share) * CYCLE_BYTES), rel=1e-3)
+    assert speed.high == pytest.approx(10 * MIB / ((1 - share) ** 2.5 * CYCLE_BYTES), rel=1e-3)
+
+
+@given(st.integers(320, 480), st.integers(1, 100))
+def test_more_memory_is_never_slower(budget: int, more: int) -> None:
+    machine = Machine(1e9, 2e10)
+    small, large = (expected_speed(plan_of(n * MIB), machine) for n in (budget, budget + more))
+    assert small.low <= large.low
+    assert small.high <= large.high
+    assert small.low <= small.high
+
+
+def test_hit_rates_of_the_high_bound_are_those_replayed_on_chat_text() -> None:
+    for share, hit_rate in ((16 / 64, 0.56), (26 / 64, 0.74), (41 / 64, 0.91)):
+        assert 1 - (1 - share) ** 2.5 == pytest.approx(hit_rate, abs=0.05)
+
+
+def test_sizes_are_shown_rounded_but_floors_upwards() -> None:
+    assert show(1500 * MIB) == "1500 MiB"
+    assert show(1500 * MIB + 1) == "1500 MiB"
+    assert show(1500 * MIB + 1, up=True) == "1501 MiB"
+    assert show(MIB * 3 // 2) == "1.50 MiB"
+    assert show(0) == "0 MiB"
+    assert show_flag(1500 * MIB + 1) == "1501MiB"
