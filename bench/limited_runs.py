@@ -72,6 +72,7 @@ def run_decode(context: Context, limit_bytes: int, folder: Path) -> Run:
         str(trace_path),
         cache_directory=folder / "cache",
         limit_bytes=limit_bytes,
+        read_limit=context.drive.read_limit,
     )
     try:
         loaded = serving.metrics().sum(LOAD_BYTES)
@@ -137,7 +138,12 @@ def run_stock(context: Context, limit_bytes: int) -> dict[str, Any]:
     """Few tokens: page faults make each take seconds."""
     folder = context.new_folder(f"stock-{limit_bytes // MIB}")
     stock = StockLlama(
-        context.model, folder, n_threads=context.n_threads, n_ctx=N_CTX, limit_bytes=limit_bytes
+        context.model,
+        folder,
+        n_threads=context.n_threads,
+        n_ctx=N_CTX,
+        limit_bytes=limit_bytes,
+        read_limit=context.drive.read_limit,
     )
     try:
         conversations = questions(N_STOCK_QUESTIONS)
@@ -248,7 +254,12 @@ def run_prefill(context: Context, limit_bytes: int) -> dict[str, float]:
     before = context.measure_drive()
     flags = server_flags(context, limit_bytes)
     serving = Serving(
-        context.model, folder, *flags, cache_directory=folder / "cache", limit_bytes=limit_bytes
+        context.model,
+        folder,
+        *flags,
+        cache_directory=folder / "cache",
+        limit_bytes=limit_bytes,
+        read_limit=context.drive.read_limit,
     )
     try:
         read_seconds = serving.metrics().sum(READ_SECONDS)

@@ -14,7 +14,8 @@ asks four questions of different subjects. Speed and bytes count from an answer'
     contention  the same decode beside a process that is always busy
 
 Prints a line for each number with its target, writes everything as JSON, and exits with 1 when a target was
-missed. Needs an idle machine, and root for the memory limit.
+missed. Needs an idle machine, and root for the memory limit. --drive-limit makes a drive of known speed out
+of a faster one, for offload and prefill: servers, stock llama.cpp and the measurement of the drive alike.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from s2moe.bench.drive import Drive
+from s2moe.bench.drive import Drive, DriveError
 from s2moe.bench.limited_runs import measure_decode, measure_prefill
 from s2moe.bench.offload_context import Context, spread
-from s2moe.bench.process import EXIT_NO_LIMIT, limited
+from s2moe.bench.process import EXIT_NO_LIMIT, ReadLimit, limited
 from s2moe.bench.resident_runs import measure_resident
 from s2moe.bench.serving import ServingError
 from s2moe.bench.stock import StockError, build_stock
@@ -44,9 +45,12 @@ from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.demo_model import ensure_demo_model
 from s2moe.engine.native import Library
 from s2moe.engine.native_experts import model_layout
+from s2moe.server.settings import parse_size_bytes
 
 SECTIONS = ("offload", "prefill", "resident", "contention")
 LIMITED = {"offload", "prefill"}
+LIMIT_REACHED = 0.95
+"""A measurement below this share of --drive-limit is the drive's own speed."""
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
 
 
@@ -54,18 +58,19 @@ def main() -> int:
     arguments = parse_arguments()
     model = arguments.model or ensure_demo_model(experts=64, used=8, sigma=0.2, progress=print)
     n_repeats = 1 if arguments.quick else arguments.repeats
+    read_limit = None if arguments.drive_limit is None else ReadLimit(arguments.drive_limit, model)
     started = time.monotonic()
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="offload-", dir=BUILD) as work:
         if LIMITED & arguments.sections:
-            check_limit(Path(work))
+            check_limit(Path(work), read_limit)
         if {"resident", "contention"} & arguments.sections or arguments.stock_tokens:
             build_stock()
         layer = model_layout(Library(), model)["layers"][0]
         context = Context(
             model=model,
             work=Path(work),
-            drive=Drive(model, layer["expert_bytes"]),
+            drive=Drive(model, layer["expert_bytes"], read_limit=read_limit),
             n_threads=arguments.threads,
             n_tokens=arguments.tokens,
             n_stock_tokens=arguments.stock_tokens,
@@ -74,7 +79,7 @@ def main() -> int:
         )
         try:
             measure(context, arguments.sections, arguments.limits)
-        except (ServingError, StockError) as error:
+        except (ServingError, StockError, DriveError) as error:
             context.say(f"error: {error}")
             context.lines.append(Line("error", str(error).splitlines()[0], "", "", passed=False))
         except KeyboardInterrupt:
@@ -82,6 +87,8 @@ def main() -> int:
     speeds = [speed.bytes_per_second / GIB for speed in context.drive_speeds]
     if speeds:
         context.lines.append(Line("drive", "every measurement", f"{spread(speeds)} GiB/s"))
+    if read_limit is not None:
+        print("\n" + drive_header(read_limit, speeds))
     print("\n" + table(context.lines))
     write_json(arguments.json, context, arguments)
     print(f"\nwritten to {arguments.json}")
@@ -105,11 +112,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=default_thread_count())
     parser.add_argument(
+        "--drive-limit",
+        type=rate_of,
+        metavar="BYTES_PER_SECOND",
+        help="of reads, such as 1GiB (default: none)",
+    )
+    parser.add_argument(
         "--json", type=Path, default=BUILD / "offload.json", help="where to write the results"
     )
     arguments = parser.parse_args()
     if arguments.repeats < 1 or arguments.tokens < 2 or arguments.stock_tokens == 1:
         parser.error("--repeats is at least 1, --tokens at least 2, --stock-tokens 0 or at least 2")
+    if arguments.drive_limit is not None and not LIMITED & arguments.sections:
+        parser.error("--drive-limit is for the sections offload and prefill")
     return arguments
 
 
@@ -127,13 +142,44 @@ def limits_of(text: str) -> list[int]:
         raise argparse.ArgumentTypeError("write MiB, separated by commas") from None
 
 
-def check_limit(work: Path) -> None:
-    """Exits before anything is measured where no limit can be set."""
+def rate_of(text: str) -> int:
+    try:
+        rate = parse_size_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(rate, int) or rate == 0:
+        raise argparse.ArgumentTypeError("the limit must not be 0")
+    return rate
+
+
+def check_limit(work: Path, read_limit: ReadLimit | None) -> None:
+    """Exits before anything is measured where a limit cannot be set."""
     probe = subprocess.run(
-        limited(["true"], 64 * MIB, work / "probe.json"), capture_output=True, text=True, check=False
+        limited(["true"], 64 * MIB, work / "probe.json", read_limit=read_limit),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if probe.returncode == EXIT_NO_LIMIT:
-        sys.exit(f"offload: error: {probe.stderr.strip()}; or choose --sections resident,contention")
+        remedy = "choose --sections resident,contention"
+        if read_limit is not None:
+            remedy = f"leave out --drive-limit, or {remedy}"
+        sys.exit(f"offload: error: {probe.stderr.strip()}; or {remedy}")
+
+
+def drive_header(read_limit: ReadLimit, speeds: list[float]) -> str:
+    """What a reader of the table must know of its drive; `speeds`: the measurements, in GiB/s."""
+    rate = read_limit.bytes_per_second / GIB
+    header = (
+        f"drive in offload and prefill: throttled to {rate:.4g} GiB/s (--drive-limit); "
+        "bursts within about 0.1 s go above it"
+    )
+    if speeds and min(speeds) < LIMIT_REACHED * rate:
+        header += (
+            f"\nwarning: the drive is not always that fast ({min(speeds):.4g} GiB/s at the slowest), "
+            "so what is scaled by it is not fair; choose a lower limit"
+        )
+    return header
 
 
 def measure(context: Context, sections: set[str], limits: list[int]) -> None:
@@ -157,6 +203,7 @@ def write_json(path: Path, context: Context, arguments: argparse.Namespace) -> N
             "repeats": context.n_repeats,
             "tokens": context.n_tokens,
             "threads": context.n_threads,
+            "drive_limit_bytes_per_second": arguments.drive_limit,
         },
         "drive": [asdict(speed) for speed in context.drive_speeds],
         "results": context.results,

@@ -14,22 +14,44 @@ EXIT_NO_LIMIT = 125
 
 
 @dataclass(frozen=True)
+class ReadLimit:
+    """A throttle on reads from one disk."""
+
+    bytes_per_second: int
+    path: Path
+    """Anything on that disk."""
+
+
+@dataclass(frozen=True)
 class LimitReport:
     """What memlimit found when the command had ended."""
 
     limit_bytes: int
     peak_bytes: int | None
     oom_kills: int | None
+    read_limit_bytes_per_second: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> LimitReport:
         return cls(**json.loads(path.read_text()))
 
 
-def limited(command: list[str], limit_bytes: int, report: Path, *, keep_caches: bool = False) -> list[str]:
-    """The command that runs `command` under a memory limit, the page cache dropped first."""
+def limited(
+    command: list[str],
+    limit_bytes: int,
+    report: Path | None,
+    *,
+    keep_caches: bool = False,
+    read_limit: ReadLimit | None = None,
+) -> list[str]:
+    """The command that runs `command` under a memory limit, and a read limit if there is one, the page cache
+    dropped first."""
     flags = ["--keep-caches"] if keep_caches else []
-    return [sys.executable, str(MEMLIMIT), *flags, "--report", str(report), str(limit_bytes), *command]
+    if report is not None:
+        flags += ["--report", str(report)]
+    if read_limit is not None:
+        flags += ["--read-limit", str(read_limit.bytes_per_second), "--read-limit-path", str(read_limit.path)]
+    return [sys.executable, str(MEMLIMIT), *flags, str(limit_bytes), *command]
 
 
 def wait_for_child(pid: int, timeout_seconds: float = 60.0) -> int:

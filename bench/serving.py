@@ -15,7 +15,14 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from s2moe.bench.answer import Answer
-from s2moe.bench.process import LimitReport, limited, peak_rss_bytes, read_bytes, wait_for_child
+from s2moe.bench.process import (
+    LimitReport,
+    ReadLimit,
+    limited,
+    peak_rss_bytes,
+    read_bytes,
+    wait_for_child,
+)
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 60.0
@@ -28,7 +35,7 @@ class ServingError(Exception):
 
 
 class Serving:
-    """The whole server, under a memory limit or without one. `close()` ends it."""
+    """The whole server, under a memory limit, maybe a read limit too, or without. `close()` ends it."""
 
     def __init__(
         self,
@@ -37,8 +44,10 @@ class Serving:
         *flags: str,
         cache_directory: Path,
         limit_bytes: int | None = None,
+        read_limit: ReadLimit | None = None,
     ) -> None:
         """Starts it and waits until it is ready. `work` holds its log, `cache_directory` what it keeps.
+        A read limit needs a memory limit.
 
         Raises ServingError.
         """
@@ -48,8 +57,9 @@ class Serving:
         command = [str(Path(sys.executable).with_name("s2moe")), "serve", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *flags]
         self._report = work / "memlimit.json"
+        assert limit_bytes is not None or read_limit is None
         if limit_bytes is not None:
-            command = limited(command, limit_bytes, self._report)
+            command = limited(command, limit_bytes, self._report, read_limit=read_limit)
         self._log = work / "serve.log"
         environment = {**os.environ, "S2MOE_CACHE_DIR": str(cache_directory)}
         with self._log.open("wb") as log:

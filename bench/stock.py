@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from s2moe.bench.answer import Answer
-from s2moe.bench.process import LimitReport, limited
+from s2moe.bench.process import LimitReport, ReadLimit, limited
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VARIANT = "stock-default-flags"
@@ -66,15 +66,23 @@ class StockLlama:
     `close()` at the end."""
 
     def __init__(
-        self, model: Path, work: Path, *, n_threads: int, n_ctx: int, limit_bytes: int | None = None
+        self,
+        model: Path,
+        work: Path,
+        *,
+        n_threads: int,
+        n_ctx: int,
+        limit_bytes: int | None = None,
+        read_limit: ReadLimit | None = None,
     ) -> None:
         """Under a limit weights are not repacked: that is a second copy of them all, in anonymous memory, and
-        ends in the kernel's killing the process."""
+        ends in the kernel's killing the process. A read limit needs a memory limit."""
         repack = limit_bytes is None
         command = [sys.executable, "-c", WORKER, str(model), str(n_threads), str(n_ctx), str(repack)]
         self._report = work / "stock-memlimit.json"
+        assert limit_bytes is not None or read_limit is None
         if limit_bytes is not None:
-            command = limited(command, limit_bytes, self._report)
+            command = limited(command, limit_bytes, self._report, read_limit=read_limit)
         self._log = work / "stock.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -38,14 +38,14 @@ MessageHandler = Callable[[FromEngine, int], None]
 def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Ours, and what must be set before the engine starts, unless the operator has set it.
 
-    GOMP_SPINCOUNT: a compute thread that waits for another sleeps after 5,000 turns, some 10 µs. By default
+    GOMP_SPINCOUNT: a compute thread that waits for another sleeps after 400 turns, a few µs. By default
     it spins for milliseconds, and where another process wants the cores, or a thread waits for the drive, it
     takes that time from whoever has work.
     MALLOC_ARENA_MAX: each thread with a heap of its own would keep memory that experts could use.
     """
     ours = dict(environment)
     if "OMP_WAIT_POLICY" not in ours:
-        ours.setdefault("GOMP_SPINCOUNT", "5000")
+        ours.setdefault("GOMP_SPINCOUNT", "400")
     ours.setdefault("MALLOC_ARENA_MAX", "2")
     return ours
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -69,6 +70,18 @@ def test_ends_what_takes_more(tmp_path: Path) -> None:
         (["50MiB", "/etc/hostname"], 126, "cannot run /etc/hostname"),
         (["50XiB", "true"], 125, "'50XiB' is not a size"),
         (["50MiB"], 125, "a command is missing"),
+        (["--read-limit", "0", "50MiB", "true"], 125, "the limit must not be 0"),
+        (["--read-limit-path", "/", "50MiB", "true"], 125, "--read-limit-path needs --read-limit"),
+        (
+            ["--read-limit", "1GiB", "--read-limit-path", "/proc", "50MiB", "true"],
+            125,
+            "is on no block device",
+        ),
+        (
+            ["--read-limit", "1GiB", "--read-limit-path", "/nowhere", "50MiB", "true"],
+            125,
+            "/nowhere: No such",
+        ),
     ],
 )
 def test_exit_status(arguments: list[str], status: int, message: str) -> None:
@@ -141,8 +154,8 @@ def test_files_of_cgroup_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / name).write_text("max\n")
     (tmp_path / "memory.peak").write_text("4096\n")
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 1\noom_group_kill 0\n")
-    monkeypatch.setattr(module, "make_child", lambda: tmp_path)
-    limit = module.Limit(5000)
+    monkeypatch.setattr(module, "make_child", lambda *_: tmp_path)
+    limit = module.MemoryLimit(5000)
     assert (tmp_path / "memory.max").read_text() == "5000"
     assert (tmp_path / "memory.swap.max").read_text() == "0"
     assert limit.report() == {"limit_bytes": 5000, "peak_bytes": 4096, "oom_kills": 1}
@@ -159,7 +172,138 @@ def test_version_2_takes_the_nearest_ancestor_that_can_have_children(
     # a cgroup with processes in it cannot hand out controllers: here there is not even the file
     monkeypatch.setattr(module, "mounts", lambda: [("cgroup2", "/", tmp_path, {"rw"})])
     monkeypatch.setattr(module, "own_paths", lambda: {"": "/user.slice/session.scope"})
-    assert module.make_child().parent == own.parent
+    assert module.make_child("memory", ("memory",)).parent == own.parent
     monkeypatch.setattr(module, "mounts", lambda: [("cgroup", "/", tmp_path, {"rw", "cpu"})])
     with pytest.raises(module.LimitError, match="no cgroup hierarchy with the memory controller"):
-        module.make_child()
+        module.make_child("memory", ("memory",))
+
+
+def disk_of(path: Path) -> str:
+    number = path.stat().st_dev
+    return f"{os.major(number)}:{os.minor(number)}"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """memlimit with tmp_path/cgroup for its cgroups and a disk 8:0 whose first partition holds tmp_path."""
+    module = load_memlimit()
+    partition = tmp_path / "devices" / "sda" / "sda1"
+    partition.mkdir(parents=True)
+    (partition / "partition").write_text("1\n")
+    (partition.parent / "dev").write_text("8:0\n")
+    links = tmp_path / "block"
+    links.mkdir()
+    (links / disk_of(tmp_path)).symlink_to("../devices/sda/sda1")
+    monkeypatch.setattr(module, "BLOCK_DEVICES", links)
+    monkeypatch.setattr(module, "own_paths", lambda: {"memory": "/", "blkio": "/", "": "/"})
+    return module
+
+
+def test_a_throttle_is_for_the_whole_disk(fake: Any, tmp_path: Path) -> None:
+    assert fake.whole_disk(tmp_path) == "8:0"
+    link = fake.BLOCK_DEVICES / disk_of(tmp_path)
+    link.unlink()
+    link.symlink_to("../devices/sda")
+    assert fake.whole_disk(tmp_path) == disk_of(tmp_path)
+    link.unlink()
+    with pytest.raises(fake.LimitError, match=r"on no block device .*; pass --read-limit-path"):
+        fake.whole_disk(tmp_path)
+
+
+def kernel_fills(module: Any, monkeypatch: pytest.MonkeyPatch, files: dict[str, list[str]]) -> None:
+    """New cgroups get the files of their hierarchy, named by the folder it is mounted on."""
+    make_child = module.make_child
+
+    def make(*controllers: Any) -> Path:
+        folder: Path = make_child(*controllers)
+        for name in files[folder.parent.name]:
+            (folder / name).write_text("")
+        return folder
+
+    monkeypatch.setattr(module, "make_child", make)
+
+
+def test_read_limit_of_cgroup_version_1_has_its_own_cgroup(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("memory", "blkio"):
+        (tmp_path / name).mkdir()
+    rows = [("cgroup", "/", tmp_path / name, {"rw", name}) for name in ("memory", "blkio")]
+    monkeypatch.setattr(fake, "mounts", lambda: rows)
+    throttle = "blkio.throttle.read_bps_device"
+    files = {"memory": ["memory.limit_in_bytes"], "blkio": [throttle, "cgroup.procs"]}
+    kernel_fills(fake, monkeypatch, files)
+    memory = fake.MemoryLimit(5000, with_reads=True)
+    reads = fake.ReadLimit(1 << 30, tmp_path, memory)
+    assert memory.folder.parent == tmp_path / "memory"
+    assert reads.folder.parent == tmp_path / "blkio"
+    assert (reads.folder / throttle).read_text() == "8:0 1073741824"
+    reads.enter()
+    assert (reads.folder / "cgroup.procs").read_text() == str(os.getpid())
+
+
+def test_read_limit_of_cgroup_version_2_is_set_beside_the_memory_limit(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "unified"
+    root.mkdir()
+    (root / "cgroup.subtree_control").write_text("cpu memory\n")
+    monkeypatch.setattr(fake, "mounts", lambda: [("cgroup2", "/", root, {"rw"})])
+    kernel_fills(fake, monkeypatch, {"unified": ["memory.max", "io.max"]})
+    memory = fake.MemoryLimit(5000, with_reads=True)
+    assert (root / "cgroup.subtree_control").read_text() == "+io", (
+        "what it hands out already is not asked for"
+    )
+    reads = fake.ReadLimit(1 << 30, tmp_path, memory)
+    assert (memory.folder / "io.max").read_text() == "8:0 rbps=1073741824"
+    reads.enter()
+    reads.remove()
+    assert sorted(path.name for path in memory.folder.iterdir()) == ["io.max", "memory.max"]
+
+
+def test_a_kernel_without_throttles_is_an_error_that_leaves_nothing(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("memory", "blkio"):
+        (tmp_path / name).mkdir()
+    rows = [("cgroup", "/", tmp_path / name, {"rw", name}) for name in ("memory", "blkio")]
+    monkeypatch.setattr(fake, "mounts", lambda: rows)
+    kernel_fills(fake, monkeypatch, {"memory": ["memory.limit_in_bytes"], "blkio": []})
+    memory = fake.MemoryLimit(5000, with_reads=True)
+    with pytest.raises(fake.LimitError, match="lacks CONFIG_BLK_DEV_THROTTLING"):
+        fake.ReadLimit(1 << 30, tmp_path, memory)
+    assert not list((tmp_path / "blkio").iterdir())
+
+
+READER = """
+import mmap, os, sys, time
+file = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+with mmap.mmap(-1, 1 << 20) as buffer:
+    started = time.monotonic()
+    for place in range(0, 48 << 20, 1 << 20):
+        assert os.preadv(file, [buffer], place) == 1 << 20
+    print(os.getppid(), time.monotonic() - started)
+"""
+
+
+@pytest.mark.usefixtures("cgroups")
+def test_reads_past_the_cache_keep_to_the_limit(tmp_path: Path) -> None:
+    """48 MiB at 32 MiB/s: more than a second, which no disk takes without a limit."""
+    data = tmp_path / "data"
+    data.write_bytes(os.urandom(48 * MIB))
+    with data.open("rb") as file:
+        os.fsync(file.fileno())
+    reader = [sys.executable, "-c", READER, str(data)]
+    throttle = ["--read-limit", "32MiB", "--read-limit-path", str(data)]
+    free = memlimit("256MiB", *reader)
+    if free.returncode != 0:
+        pytest.skip(f"O_DIRECT is refused here: {free.stderr.strip().splitlines()[-2]}")
+    result = memlimit(*throttle, "256MiB", *reader)
+    if result.returncode == 125:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    free_seconds = float(free.stdout.split()[1])
+    pid, seconds = result.stdout.split()
+    assert free_seconds < 1.0 < float(seconds) < 3.0
+    assert f"{32 * MIB} bytes per second of disk" in result.stderr.splitlines()[-1]
+    assert not folders(int(pid))

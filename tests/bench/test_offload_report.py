@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from s2moe.bench.answer import Answer, bytes_per_token, tokens_per_second
-from s2moe.bench.drive import Drive
+from s2moe.bench.drive import Drive, DriveError
 from s2moe.bench.expert_bound import RunTrace, TraceError, analyse, read_trace
 from s2moe.bench.limited_runs import Run, compare, describe, judge
-from s2moe.bench.process import LimitReport, peak_rss_bytes
+from s2moe.bench.offload import drive_header
+from s2moe.bench.process import EXIT_NO_LIMIT, LimitReport, ReadLimit, limited, peak_rss_bytes
 from s2moe.bench.targets import MIB, Line, at_least, at_most, table
 
 SECOND = 10**9
@@ -153,6 +155,33 @@ def test_drive_reads_whole_aligned_blocks_past_the_cache(tmp_path: Path) -> None
     assert speed.block_bytes == 102_400
     assert speed.n_bytes == 4 * MIB // 102_400 * 102_400
     assert speed.bytes_per_second > 0
+
+
+def test_drive_is_measured_under_the_read_limit_or_says_why_not(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * 8 * MIB)
+    read_limit = ReadLimit(32 * MIB, path)
+    probe = subprocess.run(
+        limited(["true"], 64 * MIB, None, keep_caches=True, read_limit=read_limit),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if probe.returncode == EXIT_NO_LIMIT:
+        pytest.skip(probe.stderr.strip().splitlines()[-1])
+    speed = Drive(path, block_bytes=MIB, read_limit=read_limit).measure(24 * MIB)
+    assert speed.read_limit_bytes_per_second == 32 * MIB
+    assert 24 * MIB < speed.bytes_per_second < 48 * MIB
+    missing = ReadLimit(32 * MIB, tmp_path / "missing")
+    with pytest.raises(DriveError, match=r"ended with 125\n.*cannot set a read limit here: .*missing"):
+        Drive(path, block_bytes=MIB, read_limit=missing).measure(24 * MIB)
+
+
+def test_header_names_the_read_limit_and_a_drive_that_does_not_reach_it(tmp_path: Path) -> None:
+    read_limit = ReadLimit(1024 * MIB, tmp_path)
+    assert "throttled to 1 GiB/s" in drive_header(read_limit, [0.99, 1.02])
+    assert "warning" not in drive_header(read_limit, [0.99, 1.02])
+    assert "0.81 GiB/s at the slowest" in drive_header(read_limit, [1.0, 0.81])
 
 
 def test_peak_of_the_own_process() -> None:

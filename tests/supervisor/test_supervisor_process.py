@@ -39,7 +39,7 @@ async def test_the_child_is_out_of_reach_of_the_terminals_ctrl_c(rig: Rig) -> No
 
 
 def test_the_child_waits_without_spinning_unless_the_operator_chose() -> None:
-    assert engine_environment({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": "5000", "MALLOC_ARENA_MAX": "2"}
+    assert engine_environment({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": "400", "MALLOC_ARENA_MAX": "2"}
     chosen = {"GOMP_SPINCOUNT": "7", "MALLOC_ARENA_MAX": "9"}
     assert engine_environment(chosen) == chosen
     assert "GOMP_SPINCOUNT" not in engine_environment({"OMP_WAIT_POLICY": "active"})
@@ -51,7 +51,7 @@ def environment_of(pid: int) -> list[str]:
 
 async def test_the_child_gets_this_environment(rig: Rig) -> None:
     environment = environment_of(rig.pid)
-    assert "GOMP_SPINCOUNT=5000" in environment
+    assert "GOMP_SPINCOUNT=400" in environment
     assert "MALLOC_ARENA_MAX=2" in environment
 
 

@@ -26,6 +26,7 @@ constexpr double warm_weight = 8;        // so do the counts of earlier runs
 constexpr double average_share = 0.1;    // of a new sample in a moving average
 constexpr double read_ahead_share = 0.6; // of a layer's experts that a batch must use to read the next one ahead
 constexpr uint64_t sample_bytes = 256 * 1024;
+constexpr auto population_time = std::chrono::seconds(2); // that allocate() waits
 constexpr auto sample_time = std::chrono::milliseconds(50);
 
 double seconds(steady::duration duration) {
@@ -58,6 +59,7 @@ expert_cache::~expert_cache() {
         drain(lock);
     }
     reader.reset();
+    stop_population();
     free_pools();
 }
 
@@ -78,6 +80,7 @@ void expert_cache::allocate(uint64_t capacity_bytes) {
                       "capacity_bytes is " + std::to_string(capacity_bytes) + ", at least " + std::to_string(floor) +
                           " are needed for the experts of one layer");
     }
+    stop_population();
     std::unique_lock lock(mutex);
     drain(lock);
     close_op();
@@ -131,21 +134,29 @@ void expert_cache::allocate(uint64_t capacity_bytes) {
         totals.capacity_experts += n_slots[i];
         totals.capacity_bytes += n_bytes;
     }
+    populated = false;
     populating = std::thread([this, areas = pools] {
-        const sched_param priority = {};
-        sched_setscheduler(0, SCHED_IDLE, &priority); // of this thread only; harmless if it is not allowed
         for (const pool & area : areas) {
             populate(area.base, area.mapped_bytes);
         }
+        const std::lock_guard ending(mutex);
+        populated = true;
+        population_ended.notify_all();
     });
+    population_ended.wait_for(lock, population_time, [&] { return populated; });
 }
 
-// The kernel clears pages when they are first touched, which takes longer than to read them from a fast drive. An idle
-// core can do that before the reads come.
+// The kernel clears pages when they are first touched, which may take longer than to read them from a fast drive. An
+// idle core can do that before the reads come: at once for a while, then at idle priority.
 void expert_cache::populate(std::byte * base, uint64_t n_bytes) {
 #if defined(MADV_POPULATE_WRITE)
     constexpr uint64_t step = 8 * 1024 * 1024;
+    const auto begun = steady::now();
     for (uint64_t i = 0; i < n_bytes && !stop_populating; i += step) {
+        if (steady::now() - begun > population_time) {
+            const sched_param priority = {};
+            sched_setscheduler(0, SCHED_IDLE, &priority); // of this thread only; harmless if it is not allowed
+        }
         if (madvise(base + i, std::min(step, n_bytes - i), MADV_POPULATE_WRITE) != 0) {
             return; // an old kernel: the reads will do it
         }
@@ -153,12 +164,16 @@ void expert_cache::populate(std::byte * base, uint64_t n_bytes) {
 #endif
 }
 
-void expert_cache::free_pools() {
+// The thread takes the mutex at its end, so it must be free.
+void expert_cache::stop_population() {
     if (populating.joinable()) {
         stop_populating = true;
         populating.join();
         stop_populating = false;
     }
+}
+
+void expert_cache::free_pools() {
     for (pool & pool : pools) {
         if (pool.base != nullptr) {
             munmap(pool.base, pool.mapped_bytes);
@@ -170,13 +185,10 @@ void expert_cache::free_pools() {
 }
 
 uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
+    stop_population();
     const std::lock_guard lock(mutex);
     close_op();
     end_pass();
-    stop_populating = true;
-    if (populating.joinable()) {
-        populating.join();
-    }
     const uint64_t before_bytes = std::max<uint64_t>(1, totals.capacity_bytes);
     for (size_t i = 0; i < pools.size(); ++i) {
         pool & pool = pools[i];

@@ -215,9 +215,10 @@ class expert_cache final : private read_source {
     const expert_layer & layer_of_entry(uint32_t entry) const {
         return layout.layers[entry / n_expert];
     }
+    void populate(std::byte * base, uint64_t n_bytes);
+    void stop_population();
     uint32_t entry_of(const s2moe_expert_id & id) const;
     void free_pools();
-    void populate(std::byte * base, uint64_t n_bytes);
     bool resident(const slot & slot) const {
         return slot.owner != no_slot && slot.n_missing == 0 && !slot.broken;
     }
@@ -251,7 +252,9 @@ class expert_cache final : private read_source {
     int64_t n_trace_max = 0;
 
     std::atomic<bool> stop_populating = false;
-    std::thread populating; // touches the pools' memory, at idle priority
+    std::thread populating; // touches the pools' memory
+    bool populated = true;
+    std::condition_variable population_ended;
 
     model_files files;
     std::string reader_reason;

@@ -7,6 +7,7 @@
 #include "barrier.h"
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
+#include "q4_kernel.h"
 
 namespace s2moe {
 
@@ -68,18 +69,21 @@ struct expert_matrix::work {
 expert_matrix::expert_matrix(expert_cache & cache, int layer_index, int part, const ggml_tensor * tensor)
     : cache(cache), layer_index(layer_index), part(part), type(tensor->type), n_values(tensor->ne[0]),
       n_rows(tensor->ne[1]), n_expert(tensor->ne[2]), row_bytes(ggml_row_size(tensor->type, tensor->ne[0])),
-      packed(false), kernels() {
+      packed(false), q4(false), kernels() {
     release_to_others(); // to the threads that will compute
     packed = s2moe_find_repack_kernels(tensor, &kernels);
     activation_type = packed ? kernels.activation_type : ggml_get_type_traits_cpu(type)->vec_dot_type;
-    activation_bytes = ggml_row_size(activation_type, n_values);
+    q4 = packed && type == GGML_TYPE_Q4_0 && kernels.n_interleaved == 8 && activation_type == GGML_TYPE_Q8_0 &&
+         q4_kernel_available();
+    activation_bytes =
+        q4 ? n_values / ggml_blck_size(type) * sizeof(q8_block) : ggml_row_size(activation_type, n_values);
 }
 
 expert_matrix::work expert_matrix::lay_out(const ggml_tensor * op, void * base) const {
     work result = {};
     result.n_ids = op->src[2]->ne[0];
     result.n_tokens = op->src[2]->ne[1];
-    result.tiled = packed && result.n_tokens > gemv_tokens_max;
+    result.tiled = packed && !q4 && result.n_tokens > gemv_tokens_max;
     const int64_t n_uses = result.n_ids * result.n_tokens;
     auto * cursor = static_cast<std::byte *>(base);
     result.row_counts = advance<int32_t>(cursor, n_expert);
@@ -148,7 +152,12 @@ void expert_matrix::quantize_rows(const ggml_compute_params * params, const ggml
         const float * values =
             source_row(op, static_cast<int32_t>(i % src->ne[1]), static_cast<int32_t>(i / src->ne[1]));
         std::byte * to = work.activations + i * activation_bytes;
-        if (activation_type == GGML_TYPE_F32) {
+        if (q4) {
+            thread_local std::vector<std::byte> row;
+            row.resize(ggml_row_size(activation_type, n_values));
+            from_float(values, row.data(), n_values);
+            expand_q8(row.data(), reinterpret_cast<q8_block *>(to), n_values / ggml_blck_size(type));
+        } else if (activation_type == GGML_TYPE_F32) {
             std::memcpy(to, values, n_values * sizeof(float));
         } else {
             from_float(values, to, n_values);
@@ -243,6 +252,27 @@ void expert_matrix::multiply_rows(
     }
 }
 
+void expert_matrix::multiply_vectors(
+    ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const {
+    thread_local std::vector<const q8_block *> vectors;
+    thread_local std::vector<float *> results;
+    vectors.clear();
+    results.clear();
+    const int64_t ne11 = op->src[1]->ne[1];
+    const row * rows = work.rows + work.row_begins[expert.expert];
+    for (int r = 0; r < expert.n_rows; ++r) {
+        const std::byte * vector = work.activations + (rows[r].used % ne11 + rows[r].token * ne11) * activation_bytes;
+        vectors.push_back(reinterpret_cast<const q8_block *>(vector));
+        results.push_back(result_row(op, rows[r].used, rows[r].token) + begin);
+    }
+    multiply_q4(expert.data + begin * row_bytes,
+                end - begin,
+                n_values / ggml_blck_size(type),
+                vectors.data(),
+                results.data(),
+                expert.n_rows);
+}
+
 void expert_matrix::multiply_tiles(
     ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const {
     const int n_columns = static_cast<int>(end - begin);
@@ -286,7 +316,9 @@ void expert_matrix::multiply_chunk(
     if (expert.raw && packed) {
         pack(expert.data, begin, end);
     }
-    if (work.tiled) {
+    if (q4) {
+        multiply_vectors(op, work, expert, begin, end);
+    } else if (work.tiled) {
         multiply_tiles(op, work, expert, begin, end);
     } else {
         multiply_rows(op, work, expert, begin, end);
@@ -295,7 +327,8 @@ void expert_matrix::multiply_chunk(
 
 void expert_matrix::multiply(const ggml_compute_params * params, ggml_tensor * op, const work & work) const {
     const int64_t unit = packed ? kernels.n_interleaved : 1;
-    const int64_t wanted = work.tiled ? gemm_chunk_rows : (n_rows + 2 * params->nth - 1) / (2 * params->nth);
+    const int64_t wanted =
+        work.n_tokens > gemv_tokens_max ? gemm_chunk_rows : (n_rows + 2 * params->nth - 1) / (2 * params->nth);
     const int64_t chunk = (wanted + unit - 1) / unit * unit;
     const int64_t n_chunks = (n_rows + chunk - 1) / chunk; // of an expert
     const int64_t n_total = n_chunks * cache.n_op_experts();

@@ -33,6 +33,8 @@ class expert_matrix final : public ggml::cpu::tensor_traits {
     void multiply_rows(ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const;
     void
     multiply_tiles(ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const;
+    void
+    multiply_vectors(ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const;
     void zero(ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const;
     void pack(std::byte * data, int64_t begin, int64_t end) const;
 
@@ -45,6 +47,7 @@ class expert_matrix final : public ggml::cpu::tensor_traits {
     const int64_t n_expert;
     const size_t row_bytes;
     bool packed;                  // the kernels of a repacked layout are used
+    bool q4;                      // with our own kernel
     s2moe_repack_kernels kernels; // if packed
     ggml_type activation_type;
     size_t activation_bytes; // of one row of activations
