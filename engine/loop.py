@@ -203,10 +203,10 @@ class Engine:
             return None
         with self._lock:
             self._model = model
-        plan = None if model.plan is None else model.plan.to_wire()
-        self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started, plan=plan))
         if model.experts is not None:
             self._expert_reader = model.experts.reader()
+        plan = None if model.plan is None else model.plan.to_wire(self._expert_reader)
+        self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started, plan=plan))
         # the report first: it also fits the cache to the budget, and would take slots just being filled
         self._channel.send(self._background_stats(model))
         if self._warm_start is not None:

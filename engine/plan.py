@@ -293,7 +293,12 @@ class MemoryPlan:
         )
         return lines
 
-    def to_wire(self) -> Plan:
+    def to_wire(self, reader: Mapping[str, Any]) -> Plan:
+        """`reader`: how experts are read, as Experts.reader() says; empty for a dense model."""
+        lines = self.lines()
+        if reader:
+            why = f" ({reader['reason']})" if reader["reason"] else ""
+            lines.append(f"experts are read with {reader['reader']}, {reader['io']} I/O{why}")
         return Plan(
             budget_bytes=self.budget.n_bytes,
             budget_source=self.budget.source,
@@ -302,7 +307,7 @@ class MemoryPlan:
             n_experts=self.layout.n_experts_total,
             floor_bytes=self.floor_bytes,
             n_cycle_slots=self.layout.cycle_slots,
-            lines=self.lines(),
+            lines=lines,
             warnings=self.warnings(),
         )
 

@@ -187,13 +187,14 @@ def test_plan_in_words_names_every_pool() -> None:
 
 def test_plan_on_the_wire_and_in_json_has_the_same_numbers() -> None:
     plan = plan_of(400 * MIB)
-    sent = plan.to_wire()
+    sent = plan.to_wire({"io": "direct", "reader": "threads", "reason": "the kernel does not allow io_uring"})
     written = json.loads(json.dumps(plan.to_json()))
     assert {pool.pool: pool.budget_bytes for pool in sent.pools} == written["pools"] == plan.pools
     assert (sent.n_slots, sent.n_experts, sent.floor_bytes) == (
         *(written["slots"], written["experts"], written["floor_bytes"]),
     )
     assert sent.n_cycle_slots == written["cliff_slots"] == 24
+    assert sent.lines[-1] == "experts are read with threads, direct I/O (the kernel does not allow io_uring)"
 
 
 def test_speed_with_all_experts_resident_is_the_memorys_alone() -> None:

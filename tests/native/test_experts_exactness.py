@@ -160,6 +160,19 @@ def test_a_prompt_in_one_batch_is_close_to_a_plain_load(
     assert np.abs(logits - expected).max() < 0.02 * expected.std()
 
 
+@pytest.mark.skipif(
+    "avx512_vnni" not in Path("/proc/cpuinfo").read_text(), reason="the Q4_0 kernel needs AVX-512 VNNI"
+)
+@pytest.mark.parametrize("name", ["q4_0", "llama-q4_0"])
+def test_a_prompt_of_q4_0_in_one_batch_is_that_of_a_plain_load(
+    name: str, expert_model: Callable[[str], Path], plain: Callable[[str, int], Transcript]
+) -> None:
+    """Our own kernel rounds like ggml's row kernel, whatever the width."""
+    with StoredModel(expert_model(name)) as model:
+        logits = transcribe(model, n_tokens=1).logits[: len(PROMPT)]
+    assert np.array_equal(logits, plain(name, len(PROMPT)).logits[: len(PROMPT)])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_depend_on_the_batch_width(name: str, expert_model: Callable[[str], Path]) -> None:
     """What exact speculation stands on."""
