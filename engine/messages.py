@@ -69,7 +69,7 @@ class Configure(Message, frozen=True, tag=True):
     front_end_bytes: int = 0
     """The resident set of the front end, which is then the engine's parent process and is watched by it; 0 =
     the front end does not count."""
-    io: str = "direct"
+    io: str = "auto"
     """How experts are read: `direct` or `buffered`."""
     reader: str = "auto"
     """`auto`, `io_uring` or `threads`."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from s2moe.engine.native import Library, Status, _Handle
 
-Io = Literal["direct", "buffered"]
+Io = Literal["auto", "direct", "buffered"]
 Reader = Literal["auto", "io_uring", "threads"]
 
 N_PHASES = 2
@@ -210,7 +210,7 @@ class Experts(_Handle):
         library: Library,
         path: Path | str,
         *,
-        io: Io = "direct",
+        io: Io = "auto",
         reader: Reader = "auto",
         queue_depth: int | None = None,
     ) -> None:

@@ -106,8 +106,10 @@ class Settings(BaseSettings):
         description="memory for everything, in bytes or as 1500MiB; experts that do not fit are read from "
         "the model file; auto = what the machine or container has, less a reserve",
     )
-    io: Literal["direct", "buffered"] = Field(
-        "direct", description="how experts are read: past the page cache (O_DIRECT), or through it"
+    io: Literal["auto", "direct", "buffered"] = Field(
+        "auto",
+        description="how experts are read: past the page cache (O_DIRECT), or through it; auto = direct where "
+        "the file system allows it",
     )
     reader: Literal["auto", "io_uring", "threads"] = Field(
         "auto", description="what reads experts; auto = io_uring where the system allows it, else threads"
