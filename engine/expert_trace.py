@@ -50,6 +50,11 @@ class ExpertTraceFile:
         self._n_at_once = 2 * len(experts.layers)
         experts.set_trace(KEPT_RECORDS)
 
+    def discard(self) -> None:
+        """Forgets what a decode that failed left in the store."""
+        while len(self._experts.take_trace(self._n_at_once)) == self._n_at_once:
+            pass
+
     def add(self, begin_ns: int, n_tokens: int) -> None:
         """Writes what the decode that has just returned left in the store; it began at begin_ns."""
         end_ns = time.monotonic_ns()

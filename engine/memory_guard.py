@@ -62,7 +62,7 @@ class MemoryGuard:
                     for n_bytes in (used_bytes, self._budget_bytes, before_bytes, capacity_bytes)
                 ),
             )
-        if before_bytes - capacity_bytes < excess_bytes:
+        else:
             self._at_floor = True
             logger.error(
                 "front end and engine use %s of the budget of %s, and the expert cache cannot shrink "

@@ -259,6 +259,8 @@ class Model:
         try:
             self.library.decode(self.context, tokens, len(self.kv_tokens))
         except NativeError as error:
+            if self._trace is not None:
+                self._trace.discard()
             if error.status == Status.ABORTED:
                 raise RequestAbortedError from error
             code = _DECODE_FAILURES.get(error.status, "internal")
@@ -274,7 +276,7 @@ class Model:
         needs = self.plan.needs
         used = {"weights": needs.weights_bytes, "kv": needs.kv_bytes, "compute": needs.compute_bytes}
         if self.experts is not None:
-            used["expert_cache"] = self.experts.stats().resident_bytes
+            used["expert_cache"] = self.experts.stats().touched_bytes
         used["processes"] = max(0, self.measure_footprint().total_bytes - sum(used.values()))
         return [
             MemoryPool(pool=pool, budget_bytes=budget_bytes, used_bytes=used.get(pool, 0))

@@ -74,6 +74,7 @@ class ExpertStats(ctypes.Structure):
         ("resident_bytes", c_uint64),
         ("capacity_experts", c_uint64),
         ("capacity_bytes", c_uint64),
+        ("touched_bytes", c_uint64),
     )
     hits: Sequence[int]
     misses: Sequence[int]
@@ -94,6 +95,7 @@ class ExpertStats(ctypes.Structure):
     resident_bytes: int
     capacity_experts: int
     capacity_bytes: int
+    touched_bytes: int
 
 
 class ExpertId(ctypes.Structure):

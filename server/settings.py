@@ -108,8 +108,8 @@ class Settings(BaseSettings):
     )
     io: Literal["auto", "direct", "buffered"] = Field(
         "auto",
-        description="how experts are read: past the page cache (O_DIRECT), or through it; auto = direct where "
-        "the file system allows it",
+        description="how experts are read: past the page cache (O_DIRECT), or through it; auto = direct "
+        "where the file system allows it",
     )
     reader: Literal["auto", "io_uring", "threads"] = Field(
         "auto", description="what reads experts; auto = io_uring where the system allows it, else threads"

@@ -53,7 +53,7 @@ enum s2moe_status {
     S2MOE_ERROR_UNSUPPORTED = -7,  /* the model has no experts, or the backend cannot do this */
     S2MOE_ERROR_INTERNAL = -8,     /* llama.cpp failed for a reason that it logged */
     S2MOE_ERROR_IO = -9,           /* the model file cannot be read, or is damaged, or changed while it was in use */
-    S2MOE_ERROR_NUMERIC = -10      /* the router computed NaN or infinity */
+    S2MOE_ERROR_NUMERIC = -10      /* the model computed NaN or infinity where a logit or a choice of experts belongs */
 };
 
 /* ── the library ───────────────────────────────────────────────────────────────────────────────────────── */
@@ -246,6 +246,8 @@ struct s2moe_expert_stats {
     uint64_t resident_bytes;   /* gauge: slots that hold an expert */
     uint64_t capacity_experts; /* gauge: slots */
     uint64_t capacity_bytes;   /* gauge: of all slots */
+    uint64_t
+        touched_bytes; /* gauge: of them, what has been taken from the system; the rest follows in the background */
 };
 
 /* [any thread] */
@@ -275,8 +277,9 @@ enum s2moe_priority { S2MOE_PRIORITY_PREFETCH = 1, S2MOE_PRIORITY_WARMUP = 2 };
 
 /*
  * Asks for experts to be read ahead, the most urgent first. Those that are resident or on their way already count as
- * done. Returns at once. A prefetch evicts, in its class, only what is neither pinned nor needed by a running decode;
- * a warm-up only takes slots that are empty.
+ * done; a prefetch of what is queued as a warm-up makes it a prefetch. Returns at once. A prefetch evicts, in its
+ * class, only what is neither pinned nor needed by a running decode; a warm-up only takes slots that are empty. A
+ * prefetched expert that is not used is kept for two decodes as if it were pinned.
  *
  *   ids       [n_ids]
  *   n_queued  if not NULL: how many have a slot now; a shortage of slots is no error
@@ -299,7 +302,7 @@ S2MOE_API int32_t s2moe_experts_cancel_prefetches(s2moe_experts * experts);
  */
 S2MOE_API int32_t s2moe_experts_pin(s2moe_experts * experts, const struct s2moe_expert_id * ids, int32_t n_ids);
 
-/* Live estimates: moving averages over recent decodes. */
+/* Live estimates: moving averages over recent decodes and reads. */
 struct s2moe_expert_costs {
     double hit_seconds;      /* computing one resident expert for one token */
     double miss_seconds;     /* reading one expert with nothing else to do meanwhile */
@@ -372,7 +375,7 @@ S2MOE_API int32_t s2moe_context_memory(const struct llama_context * ctx, struct 
  *
  * On any error the cache holds what it held before; a recurrent state, which cannot be rolled back, must then be
  * cleared by the caller. Errors: S2MOE_ERROR_INVALID, S2MOE_ERROR_ABORTED, S2MOE_ERROR_CONTEXT_FULL,
- * S2MOE_ERROR_NO_MEMORY, S2MOE_ERROR_IO and S2MOE_ERROR_NUMERIC (with an expert store), S2MOE_ERROR_INTERNAL.
+ * S2MOE_ERROR_NO_MEMORY, S2MOE_ERROR_IO (with an expert store), S2MOE_ERROR_NUMERIC, S2MOE_ERROR_INTERNAL.
  */
 S2MOE_API int32_t
 s2moe_decode(struct llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position, bool all_logits);

@@ -157,6 +157,9 @@ int32_t s2moe_experts_prefetch(
     s2moe_experts * experts, const s2moe_expert_id * ids, int32_t n_ids, s2moe_priority priority, int32_t * n_queued) {
     return guard(S2MOE_ERROR_INTERNAL, [&] {
         check_count("n_ids", n_ids);
+        if (priority != S2MOE_PRIORITY_PREFETCH && priority != S2MOE_PRIORITY_WARMUP) {
+            throw failure(S2MOE_ERROR_INVALID, "priority is " + std::to_string(priority) + ", which is unknown");
+        }
         const int n = experts->cache.prefetch({ids, static_cast<size_t>(n_ids)}, priority);
         if (n_queued != nullptr) {
             *n_queued = n;

@@ -7,10 +7,10 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
-#include <random>
 
 #include "error.h"
 #include "json.h"
+#include "measure.h"
 
 namespace s2moe {
 
@@ -21,6 +21,7 @@ namespace {
 constexpr int decode_tokens_max = 8; // longer batches are prompts
 constexpr int prefetches_max = 4;    // reads in flight, so that a demand does not wait long
 constexpr int warmups_max = 2;
+constexpr int64_t prefetch_decodes = 2;  // that a prefetched expert outlives without use
 constexpr double prompt_weight = 8;      // a prompt counts as much as so many decodes, spread over its tokens
 constexpr double warm_weight = 8;        // so do the counts of earlier runs
 constexpr double average_share = 0.1;    // of a new sample in a moving average
@@ -158,8 +159,9 @@ void expert_cache::populate(std::byte * base, uint64_t n_bytes) {
             sched_setscheduler(0, SCHED_IDLE, &priority); // of this thread only; harmless if it is not allowed
         }
         if (madvise(base + i, std::min(step, n_bytes - i), MADV_POPULATE_WRITE) != 0) {
-            return; // an old kernel: the reads will do it
+            return; // an old kernel, or no memory: the reads will find out
         }
+        touched_bytes += std::min(step, n_bytes - i);
     }
 #endif
 }
@@ -181,6 +183,7 @@ void expert_cache::free_pools() {
         pool = {};
     }
     slots.clear();
+    touched_bytes = 0;
     totals.capacity_experts = totals.capacity_bytes = totals.resident_experts = totals.resident_bytes = 0;
 }
 
@@ -204,7 +207,10 @@ uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
         while (n_live > n_target) {
             uint32_t victim = take_free(static_cast<int>(i));
             if (victim == no_slot) {
-                victim = find_victim(pool, true);
+                victim = find_victim(pool, false);
+                if (victim == no_slot) {
+                    victim = find_victim(pool, true);
+                }
                 if (victim == no_slot) {
                     break;
                 }
@@ -293,7 +299,8 @@ uint32_t expert_cache::find_victim(const pool & pool, bool also_pinned) const {
             continue;
         }
         const entry & owner = entries[candidate.owner];
-        const bool kept = owner.pinned || static_cast<int>(candidate.owner / n_expert) == ahead_index;
+        const bool kept = owner.pinned || (owner.prefetched && owner.kept_until >= clock) ||
+                          static_cast<int>(candidate.owner / n_expert) == ahead_index;
         if (kept && !also_pinned) {
             continue;
         }
@@ -352,7 +359,7 @@ void expert_cache::enqueue(uint32_t index, s2moe_trigger trigger) {
 void expert_cache::release(uint32_t index, bool count_eviction) {
     slot & target = slots[index];
     const int slot_class = class_of_slot(index);
-    if (target.n_missing == 0) {
+    if (target.counted) {
         totals.resident_experts -= 1;
         totals.resident_bytes -= layout.classes[slot_class].slot_bytes;
         totals.evictions += count_eviction;
@@ -367,6 +374,7 @@ void expert_cache::release(uint32_t index, bool count_eviction) {
     target.generation += 1; // makes what is still queued for it void
     target.in_pass = false;
     target.broken = false;
+    target.counted = false;
     target.n_missing = 0;
     target.parts.fill(part_state::empty);
     pools[slot_class].free.push_back(index);
@@ -449,6 +457,10 @@ void expert_cache::landed(const read_request & request, int error) {
         target.parts[part] = part_state::empty;
         if (target.in_pass) {
             const expert_part & matrix = layer_of_entry(target.owner).parts[part];
+            if (error == ENOMEM || error == EFAULT) {
+                fail_locked(S2MOE_ERROR_NO_MEMORY,
+                            "the system has no memory for the expert slots; lower --memory-budget");
+            }
             const std::string why = error == ENODATA  ? "the file is shorter than it was"
                                     : error == ESTALE ? "the file was changed after it was opened"
                                                       : std::strerror(error);
@@ -483,6 +495,7 @@ void expert_cache::whole_slot_landed(slot & target) {
     totals.load_duration_counts[bucket] += 1;
     totals.load_duration_seconds += duration;
     totals.loads[target.trigger] += 1;
+    target.counted = true;
     totals.resident_experts += 1;
     totals.resident_bytes += layout.classes[class_of_entry(target.owner)].slot_bytes;
 }
@@ -545,7 +558,10 @@ void expert_cache::begin_op(int layer_index, int part, std::span<const int32_t> 
         each.expert = static_cast<int>(expert);
         each.n_rows = n_rows[expert];
         each.slot = entries[first + expert].slot;
-        if (failed() || each.slot == no_slot) {
+        if (each.slot == no_slot) {
+            fail_locked(S2MOE_ERROR_INTERNAL, "the expert cache lost an expert of the layer that is being computed");
+        }
+        if (failed()) {
             op.experts.push_back(each);
             continue;
         }
@@ -578,6 +594,15 @@ const op_expert & expert_cache::wait_expert(int i) {
         op.waited_ns.fetch_add((steady::now() - begun).count(), std::memory_order_relaxed);
     }
     return op.experts[i];
+}
+
+void expert_cache::abandon_op(const char * why) {
+    const std::lock_guard lock(mutex);
+    fail_locked(S2MOE_ERROR_NO_MEMORY, std::string("no memory for the bookkeeping of experts: ") + why);
+    op.experts.clear();
+    op.waiting.clear();
+    op.n_total = 0;
+    op.n_ready.store(0, std::memory_order_release);
 }
 
 void expert_cache::end_op() {
@@ -736,7 +761,18 @@ void expert_cache::begin_pass(int layer_index,
     }
     const int slot_class = layout.layers[layer_index].slot_class;
     for (const uint32_t index : missing) {
-        const uint32_t s = demand_slot(slot_class, lock);
+        uint32_t s = demand_slot(slot_class, lock);
+        if (entries[index].slot != no_slot && s != no_slot) {
+            // somebody prefetched it while the mutex was free
+            pools[slot_class].free.push_back(s);
+            s = entries[index].slot;
+            slots[s].in_pass = true;
+            current.slots.push_back(s);
+            entries[index].prefetched = false;
+            ++totals.prefetched[phase];
+            ++current.trace.n_hits;
+            continue;
+        }
         if (s == no_slot) {
             fail_locked(S2MOE_ERROR_INTERNAL, "the expert cache has fewer slots than this batch needs");
             return;
@@ -814,6 +850,8 @@ std::string expert_cache::reader_json() const {
 void expert_cache::stats(s2moe_expert_stats & result) const {
     const std::lock_guard lock(mutex);
     result = totals;
+    result.touched_bytes =
+        std::max<uint64_t>(totals.resident_bytes, std::min<uint64_t>(touched_bytes, totals.capacity_bytes));
     if (n_reading > 0) {
         result.read_seconds += seconds(steady::now() - busy_since);
     }
@@ -839,7 +877,10 @@ void expert_cache::residency(int layer_index, std::span<uint8_t> mask) const {
 }
 
 bool expert_cache::prefetch_one(uint32_t index, s2moe_priority priority) {
-    if (entries[index].slot != no_slot) {
+    if (const uint32_t s = entries[index].slot; s != no_slot) {
+        if (priority == S2MOE_PRIORITY_PREFETCH && slots[s].trigger == S2MOE_TRIGGER_WARMUP) {
+            enqueue(s, S2MOE_TRIGGER_PREFETCH); // what is still queued goes before other warm-ups
+        }
         return true;
     }
     const int slot_class = class_of_entry(index);
@@ -876,6 +917,7 @@ int expert_cache::prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority 
     }
     for (const uint32_t index : wanted) {
         n_queued += prefetch_one(index, priority);
+        entries[index].kept_until = clock + prefetch_decodes;
     }
     for (const uint32_t index : kept) {
         entries[index].pinned = false;
@@ -981,99 +1023,8 @@ int64_t expert_cache::take_trace(std::span<s2moe_expert_trace> records) {
     return static_cast<int64_t>(n);
 }
 
-namespace {
-
-// Reads random experts into buffers of its own.
-class measuring_source final : public read_source {
-  public:
-    measuring_source(const expert_layout & layout, uint64_t n_bytes, int queue_depth) : layout(layout), left(n_bytes) {
-        uint64_t largest = 0;
-        for (const expert_layer & layer : layout.layers) {
-            for (const expert_part & part : layer.parts) {
-                largest = std::max(largest, slot_part_bytes(part.bytes));
-            }
-        }
-        buffer_bytes = largest;
-        for (int i = 0; i < queue_depth; ++i) {
-            buffers.emplace_back(static_cast<std::byte *>(std::aligned_alloc(io_alignment, largest)), &std::free);
-            if (buffers.back() == nullptr) {
-                throw std::bad_alloc();
-            }
-            std::memset(buffers.back().get(), 0, largest); // page faults are not the drive's
-            free.push_back(i);
-        }
-    }
-
-    bool take(read_request & request) override {
-        const std::lock_guard lock(mutex);
-        if (left == 0 || error != 0 || free.empty()) {
-            return false;
-        }
-        const auto & layer = layout.layers[random() % layout.layers.size()];
-        const auto & part = layer.parts[random() % layer.parts.size()];
-        const uint64_t begin = part.offset + random() % layer.n_expert * part.bytes;
-        request.file = part.file;
-        request.offset = begin / io_alignment * io_alignment;
-        request.n_needed = begin + part.bytes - request.offset;
-        request.n_bytes = (request.n_needed + io_alignment - 1) / io_alignment * io_alignment;
-        request.tag = free.back();
-        request.to = buffers[free.back()].get();
-        free.pop_back();
-        left -= std::min(left, request.n_bytes);
-        ++n_reading;
-        return true;
-    }
-
-    void reader_died(int read_error) override {
-        const std::lock_guard lock(mutex);
-        error = read_error;
-        n_reading = 0;
-        changed.notify_all();
-    }
-
-    void landed(const read_request & request, int read_error) override {
-        const std::lock_guard lock(mutex);
-        free.push_back(static_cast<int>(request.tag));
-        n_done_bytes += request.n_bytes;
-        error = read_error != 0 ? read_error : error;
-        --n_reading;
-        changed.notify_all();
-    }
-
-    // Waits for the end; returns the bytes read, or throws.
-    uint64_t finish() {
-        std::unique_lock lock(mutex);
-        changed.wait(lock, [&] { return n_reading == 0 && (left == 0 || error != 0); });
-        if (error != 0) {
-            throw failure(S2MOE_ERROR_IO, layout.files[0].path + ": " + std::strerror(error));
-        }
-        return n_done_bytes;
-    }
-
-  private:
-    const expert_layout & layout;
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::minstd_rand random;
-    std::vector<std::unique_ptr<std::byte, decltype(&std::free)>> buffers;
-    std::vector<int> free;
-    uint64_t buffer_bytes = 0;
-    uint64_t left;
-    uint64_t n_done_bytes = 0;
-    int n_reading = 0;
-    int error = 0;
-};
-
-} // namespace
-
 double expert_cache::measure(uint64_t n_bytes) {
-    measuring_source source(layout, n_bytes, queue_depth);
-    std::string reason;
-    auto measuring = expert_reader::create(reader->name(), queue_depth, files, source, &reason);
-    const auto begun = steady::now();
-    measuring->wake();
-    const uint64_t n_read = source.finish();
-    return static_cast<double>(n_read) / seconds(steady::now() - begun);
+    return measure_drive(layout, files, reader->name(), queue_depth, n_bytes);
 }
 
 } // namespace s2moe

@@ -74,6 +74,9 @@ class expert_cache final : private read_source {
     }
     const op_expert & wait_expert(int i);
 
+    // Thread 0, instead of begin_op(): the op computes nothing and the decode fails.
+    void abandon_op(const char * why);
+
     // Hands out the work of an op: consecutive numbers from 0.
     uint32_t next_chunk() {
         return op.next_chunk.fetch_add(1, std::memory_order_relaxed);
@@ -125,6 +128,7 @@ class expert_cache final : private read_source {
         bool prefetched = false; // came by a prefetch and has not been used since
         bool pinned = false;     // by pin()
         uint64_t n_used = 0;     // by decode
+        int64_t kept_until = 0;  // decode until which an unused prefetch is not evicted
         usefulness use;
     };
 
@@ -135,6 +139,7 @@ class expert_cache final : private read_source {
         int n_missing = 0;    // parts that are not in memory yet
         bool broken = false;  // a read failed
         bool in_pass = false; // needed by the layer that is being computed
+        bool counted = false; // among the resident
         bool retired = false; // given back by shrink()
         s2moe_trigger trigger = S2MOE_TRIGGER_DEMAND;
         std::chrono::steady_clock::time_point requested;
@@ -219,9 +224,6 @@ class expert_cache final : private read_source {
     void stop_population();
     uint32_t entry_of(const s2moe_expert_id & id) const;
     void free_pools();
-    bool resident(const slot & slot) const {
-        return slot.owner != no_slot && slot.n_missing == 0 && !slot.broken;
-    }
 
     int n_expert = 0; // of the largest layer: entries of a layer are n_expert apart
     const int queue_depth;
@@ -251,6 +253,7 @@ class expert_cache final : private read_source {
     std::deque<s2moe_expert_trace> trace;
     int64_t n_trace_max = 0;
 
+    std::atomic<uint64_t> touched_bytes = 0;
     std::atomic<bool> stop_populating = false;
     std::thread populating; // touches the pools' memory
     bool populated = true;

@@ -20,7 +20,8 @@ namespace s2moe {
 namespace {
 
 constexpr int n_split_max = 1000;
-constexpr int64_t n_expert_max = 65536;
+constexpr int64_t n_layer_max = 512;   // LLAMA_MAX_LAYERS
+constexpr int64_t n_expert_max = 1024; // LLAMA_MAX_EXPERTS
 
 struct header_deleter {
     void operator()(gguf_context * gguf) const {
@@ -149,7 +150,7 @@ std::vector<std::string> split_paths(const std::string & path, const gguf_contex
     return paths;
 }
 
-// -1 when it is none, else the place of the matrix in an expert
+// The place of the matrix in an expert.
 int part_order(const std::string & kind) {
     static const std::vector<std::string> kinds = {"up", "gate", "gate_up", "down"};
     return static_cast<int>(std::find(kinds.begin(), kinds.end(), kind) - kinds.begin());
@@ -157,7 +158,7 @@ int part_order(const std::string & kind) {
 
 class layout_builder {
   public:
-    explicit layout_builder(const std::string & path) {
+    explicit layout_builder(const std::string & path) : path(path) {
         const header first = read_header(path);
         read_metadata(first.gguf.get());
         const auto paths = split_paths(path, first.gguf.get());
@@ -192,9 +193,28 @@ class layout_builder {
         layout.n_ctx_train = integer(gguf, prefix + "context_length").value_or(0);
         layout.n_expert = integer(gguf, prefix + "expert_count").value_or(0);
         layout.n_expert_used = largest(gguf, prefix + "expert_used_count");
+        check_metadata();
         const int64_t tokens = gguf_find_key(gguf, "tokenizer.ggml.tokens");
         if (tokens >= 0 && gguf_get_kv_type(gguf, tokens) == GGUF_TYPE_ARRAY) {
             layout.n_vocab = static_cast<int64_t>(gguf_get_arr_n(gguf, tokens));
+        }
+    }
+
+    // What llama.cpp would abort the process for.
+    void check_metadata() const {
+        const auto refuse_value = [&](const char * key, int64_t value, const std::string & allowed) {
+            refuse(path,
+                   "says " + layout.architecture + "." + key + " = " + std::to_string(value) + ", allowed are " +
+                       allowed + "; its header is damaged");
+        };
+        if (layout.n_layer < 0 || layout.n_layer > n_layer_max) {
+            refuse_value("block_count", layout.n_layer, "up to " + std::to_string(n_layer_max));
+        }
+        if (layout.n_expert < 0 || layout.n_expert > n_expert_max) {
+            refuse_value("expert_count", layout.n_expert, "up to " + std::to_string(n_expert_max));
+        }
+        if (layout.n_expert > 0 && (layout.n_expert_used < 1 || layout.n_expert_used > layout.n_expert)) {
+            refuse_value("expert_used_count", layout.n_expert_used, "1 to " + std::to_string(layout.n_expert));
         }
     }
 
@@ -283,6 +303,7 @@ class layout_builder {
         return static_cast<int>(found - layout.classes.begin());
     }
 
+    const std::string path;
     std::map<int, std::map<int, expert_part>> layers;
     std::set<std::string> names;
 };

@@ -348,7 +348,12 @@ bool expert_matrix::compute_forward(ggml_compute_params * params, ggml_tensor * 
     acquire_from_others();
     if (params->ith == 0) {
         cache.set_thread_count(params->nth);
-        group_rows(op, work);
+        try {
+            group_rows(op, work);
+        } catch (const std::exception & error) { // must not reach ggml's C code
+            cache.abandon_op(error.what());
+            std::memset(op->data, 0, ggml_nbytes(op));
+        }
     }
     if (work.tiled) {
         meet(params);

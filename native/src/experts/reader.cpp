@@ -88,7 +88,7 @@ int model_files::check_unchanged(int file) const {
 }
 
 int model_files::progress(const read_request & request, int64_t result, uint64_t & done) const {
-    if (result == -EINTR || result == -EAGAIN) {
+    if (result == -EINTR) {
         return -1;
     }
     if (result < 0) {

@@ -12,6 +12,9 @@
 
 namespace s2moe {
 
+// How often a read that the system asks to try again is tried again, a millisecond apart.
+constexpr int retries_max = 100;
+
 // One read; offset, n_bytes and to are multiples of io_alignment.
 struct read_request {
     int file = 0;

@@ -4,10 +4,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 
+#include "error.h"
 #include "reader.h"
 
 namespace s2moe {
@@ -19,8 +23,14 @@ constexpr int n_threads_max = 4; // two already saturate common drives with read
 class thread_reader final : public expert_reader {
   public:
     thread_reader(int n_threads, model_files & files, read_source & source) : files(files), source(source) {
-        for (int i = 0; i < n_threads; ++i) {
-            threads.emplace_back([this] { run(); });
+        try {
+            for (int i = 0; i < n_threads; ++i) {
+                threads.emplace_back([this] { run(); });
+            }
+        } catch (const std::system_error & error) {
+            if (threads.empty()) { // one is enough
+                throw failure(S2MOE_ERROR_UNSUPPORTED, std::string("cannot start a reading thread: ") + error.what());
+            }
         }
     }
 
@@ -66,12 +76,17 @@ class thread_reader final : public expert_reader {
 
     int read(const read_request & request) const {
         uint64_t done = 0;
+        int n_retries = 0;
         while (true) {
             const ssize_t result = pread(files.descriptor(request.file),
                                          request.to + done,
                                          request.n_bytes - done,
                                          static_cast<off_t>(request.offset + done));
             const int error = files.progress(request, result < 0 ? -errno : result, done);
+            if (error == EAGAIN && n_retries++ < retries_max) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                continue;
+            }
             if (error >= 0) {
                 return error;
             }

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 namespace s2moe {
@@ -57,7 +58,11 @@ class uring_reader final : public expert_reader {
         if (!supported) {
             return ENOSYS;
         }
-        thread = std::thread([this] { run(); });
+        try {
+            thread = std::thread([this] { run(); });
+        } catch (const std::system_error & error) {
+            return error.code().value();
+        }
         return 0;
     }
 
@@ -75,6 +80,7 @@ class uring_reader final : public expert_reader {
     struct slot {
         read_request request;
         uint64_t done = 0;
+        int n_retries = 0;
         bool busy = false;
     };
 
@@ -117,6 +123,7 @@ class uring_reader final : public expert_reader {
             }
             each.busy = true;
             each.done = 0;
+            each.n_retries = 0;
             ++n_busy;
             submit(each);
         }
@@ -149,6 +156,11 @@ class uring_reader final : public expert_reader {
 
     void finish(slot & each, int64_t result) {
         const int error = files.progress(each.request, result, each.done);
+        if (error == EAGAIN && each.n_retries++ < retries_max) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            submit(each);
+            return;
+        }
         if (error < 0) {
             submit(each);
             return;
