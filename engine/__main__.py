@@ -34,7 +34,7 @@ def _package_version() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m s2moe.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front end")
-    parser.add_argument("--log-level", default="WARNING")
+    parser.add_argument("--log-level", default="INFO")
     arguments = parser.parse_args()
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end to handle

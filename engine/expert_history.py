@@ -16,6 +16,7 @@ from s2moe.engine.hot_experts import (
     read_hot_experts,
     write_atomically,
 )
+from s2moe.engine.regular_file import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class ExpertHistory:
         hot = hot_experts_of(self._model, self._experts.layers, self._counts, self._tokens)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                check_regular(self.path)
             write_atomically(self.path, hot.to_json())
             self._drop_old_files()
         except OSError as error:

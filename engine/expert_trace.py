@@ -9,7 +9,9 @@ Written for bench/offload.py, which computes from it how fast the run could have
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import Final
 
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.native_experts import Experts
+from s2moe.engine.regular_file import check_regular
+
+logger = logging.getLogger(__name__)
 
 LAYER_FIELDS: Final = (
     "layer",
@@ -39,13 +44,19 @@ class ExpertTraceFile:
     def __init__(self, path: Path, experts: Experts) -> None:
         """Begins a new file. Raises EngineStartError when it cannot be written."""
         try:
+            if path.exists():
+                check_regular(path)
             # Unbuffered: the engine may end without closing anything, and nobody else can flush for it.
             self._file = path.open("wb", buffering=0)
+            self._check_space()
         except OSError as error:
             raise EngineStartError(
                 "trace_unwritable",
                 f"--expert-trace: cannot write {path}: {error.strerror}; choose another file",
             ) from error
+        self._path = path
+        self._n_bytes = 0
+        self._stopped = False
         self._experts = experts
         self._n_at_once = 2 * len(experts.layers)
         experts.set_trace(KEPT_RECORDS)
@@ -57,6 +68,8 @@ class ExpertTraceFile:
 
     def add(self, begin_ns: int, n_tokens: int) -> None:
         """Writes what the decode that has just returned left in the store; it began at begin_ns."""
+        if self._stopped:
+            return
         end_ns = time.monotonic_ns()
         layers = []
         while True:
@@ -65,7 +78,32 @@ class ExpertTraceFile:
             if len(records) < self._n_at_once:
                 break
         line = {"begin_ns": begin_ns, "end_ns": end_ns, "n_tokens": n_tokens, "layers": layers}
-        os.write(self._file.fileno(), json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        try:
+            self._write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        except OSError as error:
+            self._stop(error)
+
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._file.fileno(), rest) :]
+        self._n_bytes += len(data)
+
+    def _check_space(self) -> None:
+        """A drive that is full already says so at the first byte only."""
+        os.write(self._file.fileno(), b"\n")
+        os.ftruncate(self._file.fileno(), 0)
+        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+
+    def _stop(self, error: OSError) -> None:
+        """A trace is no reason to answer nobody: it ends here, with its last whole line."""
+        self._stopped = True
+        self._experts.set_trace(0)
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), self._n_bytes)
+        logger.error(
+            "--expert-trace: cannot write %s: %s; nothing more is traced", self._path, error.strerror or error
+        )
 
     def close(self) -> None:
         """Before the store is closed."""

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from s2moe.engine.regular_file import check_regular
+
 FORMAT: Final = "s2moe-hot-experts"
 VERSION: Final = 1
 MAX_FILE_BYTES: Final = 64 * 2**20
@@ -124,6 +126,7 @@ def hot_experts_of(
 def read_hot_experts(path: Path, model: ModelIdentity) -> HotExperts:
     """Raises HotExpertsError when the file cannot be read, is no list, or is about another model."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -140,6 +143,12 @@ def read_hot_experts(path: Path, model: ModelIdentity) -> HotExperts:
             f"{VERSION}; write it anew with `s2moe profile`"
         )
     if hot.model.fingerprint != model.fingerprint:
+        if hot.model.describe() == model.describe():
+            raise HotExpertsError(
+                f"{path} was written for another model of the same description, {model.describe()}: the "
+                f"fingerprint in it is {hot.model.fingerprint!r:.80}, this model's {model.fingerprint!r}; "
+                "their experts have other types, names or sizes; write a list for it with `s2moe profile`"
+            )
         raise HotExpertsError(
             f"{path} was written for another model, {hot.model.describe()}; this one is {model.describe()}; "
             "write a list for it with `s2moe profile`"

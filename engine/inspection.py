@@ -10,13 +10,13 @@ from typing import Any
 
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.errors import EngineStartError
-from s2moe.engine.loading import Loader, check_file
+from s2moe.engine.loading import Loader, about, check_file
 from s2moe.engine.memory import MIB, Footprint, resident_bytes
 from s2moe.engine.memory_speed import measure_memory_speed
 from s2moe.engine.messages import Configure
 from s2moe.engine.native import Library, LibraryNotFoundError, NativeError, load_llama_cpp
 from s2moe.engine.native_log import NativeLog
-from s2moe.engine.plan import Machine, MemoryPlan, Speed, expected_speed, show
+from s2moe.engine.plan import BudgetTooSmallError, Machine, MemoryPlan, Speed, expected_speed, show
 
 FRONT_END_BYTES = 58 * MIB
 ENGINE_BASE_BYTES = 24 * MIB
@@ -47,6 +47,16 @@ class Inspection:
     def speed(self) -> Speed | None:
         """None where the budget is too small to serve at all."""
         return expected_speed(self.plan, self.machine) if self.plan.fits else None
+
+    @property
+    def refusal(self) -> str:
+        """Why `serve` would refuse the budget as too small; "" when it would not."""
+        try:
+            if self.plan.must_fit:
+                self.plan.check()
+        except BudgetTooSmallError as error:
+            return str(error)
+        return ""
 
     def lines(self) -> Iterator[str]:
         """For people."""
@@ -156,7 +166,7 @@ def inspect_model(configure: Configure) -> Inspection:
     except (EngineStartError, LibraryNotFoundError) as error:
         raise InspectError(str(error)) from error
     except NativeError as error:
-        raise InspectError(f"{configure.model_path}: {error.message}") from error
+        raise InspectError(about(configure.model_path, error)) from error
 
 
 def _inspect(configure: Configure) -> Inspection:

@@ -12,12 +12,28 @@ from pathlib import Path
 from typing import Any, cast
 
 from s2moe.engine.errors import EngineStartError
-from s2moe.engine.memory import Budget, Footprint, available_bytes, machine_budget, measure_footprint
-from s2moe.engine.messages import Configure
+from s2moe.engine.memory import (
+    Budget,
+    Footprint,
+    available_bytes,
+    machine_budget,
+    measure_footprint,
+    memory_supply,
+)
+from s2moe.engine.messages import Configure, Plan
 from s2moe.engine.native import Library, NativeError, Status
 from s2moe.engine.native_experts import ContextMemory, Experts, Io, Reader, context_memory, model_layout
 from s2moe.engine.native_log import NativeLog
-from s2moe.engine.plan import BudgetTooSmallError, MemoryPlan, ModelLayout, Needs
+from s2moe.engine.plan import (
+    MIN_BATCH_TOKENS,
+    START_VARIATION_BYTES,
+    BudgetTooLargeError,
+    BudgetTooSmallError,
+    MemoryPlan,
+    ModelLayout,
+    Needs,
+)
+from s2moe.engine.regular_file import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +48,8 @@ _libc = ctypes.CDLL(None)
 
 Progress = Callable[[str, float], None]
 """Takes the phase and its fraction, 0 … 1."""
+OnPlan = Callable[[Plan], None]
+"""Takes the plan before anything is loaded."""
 
 
 @dataclass
@@ -74,10 +92,10 @@ class Loader:
         self._measure = measure
         self._path = configure.model_path
 
-    def load(self, on_progress: Progress) -> LoadedModel:
+    def load(self, on_progress: Progress, on_plan: OnPlan | None = None) -> LoadedModel:
         """Raises EngineStartError; nothing stays allocated then."""
         if self._configure.device == "cpu":
-            return self._load_planned(on_progress)
+            return self._load_planned(on_progress, on_plan)
         if self._configure.memory_budget_bytes:
             logger.warning("--memory-budget is for --device cpu; on a GPU nothing is planned")
         on_progress("model", 0.0)
@@ -90,14 +108,19 @@ class Loader:
 
     def plan(self, experts: Experts | None) -> MemoryPlan:
         """What loading would take, without loading anything. Raises EngineStartError, but not for a budget
-        that is too small: MemoryPlan.check() does."""
+        that is too small or too large: MemoryPlan.check() and check_supply() do."""
         layout = self._read_layout()
-        n_batch = self._n_batch
         with self._simulated_model(experts) as handle:
             self._check_kv_size(handle)
+            n_batch = min(self._n_batch, self._n_ctx(handle))
             memory = self._simulated_memory(handle, n_batch)
             footprint = self._measure()
-            plan = MemoryPlan(
+            batches = {}
+            if self._configure.n_batch == 0:
+                batches = {n_batch: memory.compute_bytes}
+                while (smaller := min(batches)) > MIN_BATCH_TOKENS:
+                    batches[smaller // 2] = self._simulated_memory(handle, smaller // 2).compute_bytes
+            return MemoryPlan(
                 layout=layout,
                 budget=self._budget(),
                 needs=Needs(
@@ -107,15 +130,12 @@ class Loader:
                     kv_bytes=memory.kv_bytes,
                     compute_bytes=memory.compute_bytes,
                     n_ctx=self._n_ctx(handle),
-                    n_batch=min(n_batch, self._n_ctx(handle)),
+                    n_batch=n_batch,
                 ),
                 slots_floor_bytes=0 if experts is None else experts.floor_bytes,
-            )
-            while self._configure.n_batch == 0 and plan.batch_is_too_large:
-                n_batch = plan.needs.n_batch // 2
-                memory = self._simulated_memory(handle, n_batch)
-                plan = plan.with_needs(n_batch=n_batch, compute_bytes=memory.compute_bytes)
-        return plan
+                batches=batches,
+                supply=memory_supply(measure_footprint(self._configure.front_end_bytes).total_bytes),
+            ).with_best_batch()
 
     def open_experts(self) -> Experts | None:
         """None for a dense model. Raises EngineStartError."""
@@ -132,7 +152,7 @@ class Loader:
         except NativeError as error:
             raise EngineStartError(*_open_failure(error, configure)) from error
 
-    def _load_planned(self, on_progress: Progress) -> LoadedModel:
+    def _load_planned(self, on_progress: Progress, on_plan: OnPlan | None) -> LoadedModel:
         on_progress("plan", 0.0)
         experts = self.open_experts()
         try:
@@ -145,6 +165,8 @@ class Loader:
                     plan.needs.n_batch,
                 )
             on_progress("plan", 1.0)
+            if on_plan is not None:
+                on_plan(plan.to_wire({} if experts is None else experts.reader()))
             return self._load_into(plan, experts, on_progress)
         except BaseException:
             if experts is not None:
@@ -165,7 +187,7 @@ class Loader:
             if experts is not None:
                 loaded.plan = plan = self._measured(plan, loaded.context)
                 drop_page_cache(plan.layout.files)
-                self._check(plan)
+                self._check(plan, START_VARIATION_BYTES)
                 experts.allocate(max(plan.capacity_bytes, experts.floor_bytes))
             on_progress("context", 1.0)
         except BaseException as error:
@@ -195,13 +217,15 @@ class Loader:
             compute_bytes=memory.compute_bytes,
         )
 
-    def _check(self, plan: MemoryPlan) -> None:
-        # weights of a dense model are mapped from the file: too many of them are slow, but work
-        if plan.layout.n_expert or plan.budget.explicit:
-            try:
-                plan.check()
-            except BudgetTooSmallError as error:
-                raise EngineStartError("budget_too_small", str(error)) from None
+    def _check(self, plan: MemoryPlan, tolerance_bytes: int = 0) -> None:
+        try:
+            plan.check_supply()
+            if plan.must_fit:
+                plan.check(tolerance_bytes)
+        except BudgetTooLargeError as error:
+            raise EngineStartError("budget_too_large", str(error)) from None
+        except BudgetTooSmallError as error:
+            raise EngineStartError("budget_too_small", str(error)) from None
 
     def _budget(self) -> Budget:
         chosen = self._configure.memory_budget_bytes
@@ -225,7 +249,7 @@ class Loader:
         except NativeError as error:
             raise EngineStartError(
                 "model_invalid",
-                f"cannot load {self._path}: {error.message}",
+                f"cannot load {about(self._path, error)}",
             ) from error
 
     def _model_params(self, experts: Experts | None) -> Any:
@@ -327,13 +351,15 @@ class Loader:
 def check_file(path: Path) -> None:
     """The plain mistakes, so that they get a plain message."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             magic = file.read(len(GGUF_MAGIC))
     except FileNotFoundError:
-        raise EngineStartError("model_not_found", f"model {path} does not exist; check --model") from None
+        raise EngineStartError("model_not_found", f"model {path} does not exist; check the path") from None
     except OSError as error:
         raise EngineStartError(
-            "model_unreadable", f"model {path} cannot be read: {error.strerror}; check --model"
+            "model_unreadable",
+            f"model {path} cannot be read: {error.strerror}; check the path and its permissions",
         ) from None
     if magic != GGUF_MAGIC:
         raise EngineStartError(
@@ -364,17 +390,23 @@ def drop_page_cache(files: tuple[str, ...]) -> None:
             os.close(descriptor)
 
 
+def about(path: Path | str, error: NativeError) -> str:
+    """The error's message with the file in front, which many begin with already."""
+    return error.message if error.message.startswith(f"{path}: ") else f"{path}: {error.message}"
+
+
 def _open_failure(error: NativeError, configure: Configure) -> tuple[str, str]:
     """Code and message."""
     name = Path(configure.model_path).name
     if error.status == Status.UNSUPPORTED:
+        remedy = "" if "; use --" in error.message else "; use --reader auto or --io buffered"
         return (
             "reader_unavailable",
-            f"experts of {name} cannot be read as asked: {error.message}; use --reader auto or --io buffered",
+            f"experts of {name} cannot be read as asked: {error.message}{remedy}",
         )
     if error.status == Status.INVALID:
         return "invalid_setting", f"--io or --reader: {error.message}"
     return (
         "model_invalid",
-        f"cannot load {configure.model_path}: {error.message}",
+        f"cannot load {about(configure.model_path, error)}",
     )

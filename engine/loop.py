@@ -87,7 +87,7 @@ class Engine:
             while (received := self._channel.receive()) is not None:
                 for message in received:
                     self._dispatch(message)
-            logger.info("front end closed the connection")
+            logger.debug("front end closed the connection")
         except (OSError, wire.ProtocolError) as error:
             logger.error("connection to the front end failed: %s", error)
         # what is worth saving is saved every few minutes, and a native call may still run for long
@@ -189,8 +189,11 @@ class Engine:
                 last_sent = (phase, fraction)
                 self._channel.send(wire.LoadProgress(phase=phase, fraction=fraction))
 
+        def report_plan(plan: wire.Plan) -> None:
+            self._channel.send(wire.LoadProgress(phase="plan", fraction=1.0, plan=plan))
+
         try:
-            model = Model(configure, report)
+            model = Model(configure, report, report_plan)
             self._warm_start = _prepare_warm_start(model, configure)
         except (EngineStartError, LibraryNotFoundError, NativeError) as error:
             code = error.code if isinstance(error, EngineStartError) else "library_invalid"

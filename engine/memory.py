@@ -74,6 +74,28 @@ class Budget:
     """The operator chose it."""
 
 
+@dataclass(frozen=True)
+class Supply:
+    """The memory that there is for front end and engine, whatever the budget says."""
+
+    limit_bytes: int
+    """What they can never have more than."""
+    limit_source: str
+    """Who says so, for people."""
+    available_bytes: int
+    """What they could have now: what is free and what they use already."""
+
+
+def memory_supply(own_bytes: int, root: Path = Path("/")) -> Supply:
+    """`own_bytes` is what the processes of the service take already; `root` as for machine_budget()."""
+    limits = [(group.limit_bytes, f"the limit in {group.path}") for group in group_limits(root)]
+    total = _meminfo_bytes("MemTotal", root)
+    if total is not None:
+        limits.append((total, "the memory of the machine"))
+    limit_bytes, source = min(limits, default=(_UNLIMITED_BYTES, "a machine that does not tell its memory"))
+    return Supply(limit_bytes, source, min(limit_bytes, available_bytes(root) + own_bytes))
+
+
 def machine_budget(own_bytes: int, root: Path = Path("/")) -> Budget:
     """What the machine gives, less a reserve.
 

@@ -67,8 +67,8 @@ class Configure(Message, frozen=True, tag=True):
     memory_budget_bytes: int = 0
     """What front end and engine may take together; 0 = what the machine has, less a reserve."""
     front_end_bytes: int = 0
-    """The resident set of the front end, which is then the engine's parent process and is watched by it; 0 =
-    the front end does not count."""
+    """The resident set of the front end as of the first start, with which the engine plans; the front end is
+    then the engine's parent process and is watched by it. 0 = the front end does not count."""
     io: str = "auto"
     """How experts are read: `direct` or `buffered`."""
     reader: str = "auto"
@@ -140,6 +140,9 @@ class LoadProgress(Message, frozen=True, tag=True):
     fraction: float
     """0 … 1 of this phase."""
     detail: str = ""
+    plan: Plan | None = None
+    """Once, before anything is loaded, so that it is known if loading fails; what is measured after the load
+    comes with Ready."""
 
 
 class ModelInfo(Message, frozen=True, tag=True):
@@ -161,6 +164,8 @@ class ModelInfo(Message, frozen=True, tag=True):
     device: str = "cpu"
     system_fingerprint: str = ""
     """`b<build>-<commit>` of llama.cpp plus the patch revision."""
+    longest_piece_bytes: int = 0
+    """Of the text that one token stands for; 0 = not known."""
 
 
 class Plan(Message, frozen=True, tag=True):

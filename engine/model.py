@@ -11,10 +11,11 @@ from typing import Any
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.errors import EngineStartError, RequestAbortedError, RequestError
 from s2moe.engine.expert_trace import ExpertTraceFile
+from s2moe.engine.fault_log import FaultLog
 from s2moe.engine.loading import Loader, check_file, meta_value
-from s2moe.engine.memory import Footprint, measure_footprint
+from s2moe.engine.memory import Footprint, measure_footprint, resident_bytes
 from s2moe.engine.memory_guard import MemoryGuard
-from s2moe.engine.messages import Configure, MemoryPool, ModelInfo
+from s2moe.engine.messages import Configure, MemoryPool, ModelInfo, Plan
 from s2moe.engine.native import (
     AbortSwitch,
     ChatTemplate,
@@ -39,8 +40,14 @@ class Model:
     `kv_tokens` are exactly the tokens at positions 0 … n−1 of the KV cache, whatever happened before.
     """
 
-    def __init__(self, configure: Configure, on_progress: Callable[[str, float], None]) -> None:
-        """Loads everything. `on_progress(phase, fraction)` is called on this thread.
+    def __init__(
+        self,
+        configure: Configure,
+        on_progress: Callable[[str, float], None],
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> None:
+        """Loads everything. `on_progress(phase, fraction)` is called on this thread, and before anything is
+        loaded `on_plan`, once.
 
         Raises EngineStartError when the configuration cannot work.
         """
@@ -56,9 +63,9 @@ class Model:
 
         self._front_end_bytes = configure.front_end_bytes
         loader = Loader(
-            self.llama_cpp, self.library, self._log, configure, self.n_threads, self.measure_footprint
+            self.llama_cpp, self.library, self._log, configure, self.n_threads, self._planned_footprint
         )
-        self._loaded = loader.load(on_progress)
+        self._loaded = loader.load(on_progress, on_plan)
         self.handle, self.context = self._loaded.handle, self._loaded.context
         self.experts, self.plan = self._loaded.experts, self._loaded.plan
         self.vocab = self.llama_cpp.llama_model_get_vocab(self.handle)
@@ -71,7 +78,8 @@ class Model:
         self._pieces: dict[int, bytes] = {}
         self._special_pieces: dict[int, bytes] = {}
         self._ends: dict[int, bool] = {}
-        self._longest_piece_bytes = 0
+        self._longest_piece_bytes = self._find_longest_piece()
+        self._faults = FaultLog(configure.model_path)
         self.guard = self._create_guard()
         self._trace = self._create_trace(configure)
         on_progress("warmup", 0.0)
@@ -131,6 +139,11 @@ class Model:
         """Of the engine, and of the front end where that counts."""
         return measure_footprint(self._front_end_bytes)
 
+    def _planned_footprint(self) -> Footprint:
+        """With the front end as of the first start: the reserve pays for what it has grown by since, and an
+        engine that restarts must not refuse the budget for that."""
+        return Footprint(self._front_end_bytes, resident_bytes())
+
     def _warm_up(self) -> None:
         """One token through the graph, so that the first request does not pay for page faults and buffers."""
         token: int = self.llama_cpp.llama_vocab_bos(self.vocab)
@@ -160,6 +173,7 @@ class Model:
             n_threads=self.n_threads,
             device=configure.device,
             system_fingerprint=f"b{self.library.build_info()['source']}",
+            longest_piece_bytes=self._longest_piece_bytes,
         )
 
     # vocabulary
@@ -169,15 +183,13 @@ class Model:
 
         Tokenising takes seconds for megabytes and cannot be aborted: the hopeless must be seen without it.
         """
-        if n_bytes < self.n_ctx:
-            return 0
-        if self._longest_piece_bytes == 0:
-            n_vocab = self.llama_cpp.llama_vocab_n_tokens(self.vocab)
-            # not by way of piece(), which would keep them all
-            self._longest_piece_bytes = max(
-                len(self._read_piece(token, special=True)) for token in range(n_vocab)
-            )
-        return n_bytes // self._longest_piece_bytes
+        return n_bytes // self._longest_piece_bytes if self._longest_piece_bytes else 0
+
+    def _find_longest_piece(self) -> int:
+        """In bytes. Asks for lengths only: the answer to no buffer at all is what it must hold."""
+        length, vocab = self.llama_cpp.llama_token_to_piece, self.vocab
+        n_vocab: int = self.llama_cpp.llama_vocab_n_tokens(vocab)
+        return max((abs(length(vocab, token, None, 0, 0, True)) for token in range(n_vocab)), default=0)
 
     def control_token(self, text: str) -> int | None:
         """The token that `text` as a whole stands for, None when it is none."""
@@ -264,10 +276,12 @@ class Model:
             if error.status == Status.ABORTED:
                 raise RequestAbortedError from error
             code = _DECODE_FAILURES.get(error.status, "internal")
+            self._faults.failed(error.message)
             raise RequestError(code, f"decode failed: {error.message}") from error
+        self.kv_tokens += tokens
+        self._faults.worked()
         if self._trace is not None:
             self._trace.add(begin_ns, len(tokens))
-        self.kv_tokens += tokens
 
     def memory_pools(self) -> list[MemoryPool]:
         """The plan's pools with what they use now; what buffers cannot explain counts as the processes'."""

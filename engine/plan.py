@@ -4,10 +4,10 @@ explains it to users."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from s2moe.engine.memory import MIB, Budget
+from s2moe.engine.memory import MIB, Budget, Supply
 from s2moe.engine.messages import MemoryPool, Plan
 
 MIN_BATCH_TOKENS = 32
@@ -19,6 +19,9 @@ RESERVE_BYTES = 16 * MIB
 RESERVE_DIVISOR = 256
 """What both processes may still grow by while they serve (text, JSON, the sampler's candidates), and a part
 of all memory, twice what its page tables take."""
+START_VARIATION_BYTES = 4 * MIB
+"""By so much the processes of two starts may differ. Advice has it on top, so that it can be followed, and
+what is measured after the load may exceed what was planned by it, at the cost of the reserve."""
 
 ROUTING_SKEW = 2.5
 MEMORY_SHARES = (0.4, 0.9)
@@ -27,6 +30,10 @@ MEMORY_SHARES = (0.4, 0.9)
 
 class BudgetTooSmallError(Exception):
     """The model cannot be served within the budget; the message has the arithmetic and the remedies."""
+
+
+class BudgetTooLargeError(Exception):
+    """There is not that much memory; the message names the limit and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,11 @@ class MemoryPlan:
     budget: Budget
     needs: Needs
     slots_floor_bytes: int
+    batches: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of the compute buffers for each micro-batch that with_best_batch() may choose; empty: the
+    operator chose one."""
+    supply: Supply | None = None
+    """None: not known."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -157,8 +169,7 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Everything but slots and the reserve."""
-        needs = self.needs
-        return self.processes_bytes + needs.weights_bytes + needs.kv_bytes + needs.compute_bytes
+        return self._fixed_bytes(self.needs.compute_bytes)
 
     @property
     def left_bytes(self) -> int:
@@ -166,20 +177,57 @@ class MemoryPlan:
         return self.budget.n_bytes - self.fixed_bytes - self.reserve_bytes
 
     @property
+    def least_bytes(self) -> int:
+        """The least budget that is accepted, to the byte, with the processes as they are now."""
+        return self._budget_for(self.slots_floor_bytes, min(self._compute_sizes))
+
+    @property
     def floor_bytes(self) -> int:
-        """The least budget that can be served."""
-        needed = self.fixed_bytes + RESERVE_BYTES + self.slots_floor_bytes
-        return min(_round_up(needed * RESERVE_DIVISOR, RESERVE_DIVISOR - 1), self.full_bytes)
+        """The least budget that every start accepts."""
+        return self.least_bytes + START_VARIATION_BYTES
 
     @property
     def full_bytes(self) -> int:
-        """The budget from which on every expert has a slot."""
-        mapped = self.fixed_bytes + self.layout.all_slots_bytes
-        return mapped + RESERVE_BYTES + _round_up(mapped, RESERVE_DIVISOR)
+        """The budget from which on every expert has a slot at every start, with the largest micro-batch."""
+        return self._budget_for(self.layout.all_slots_bytes, max(self._compute_sizes)) + START_VARIATION_BYTES
+
+    @property
+    def cliff_bytes(self) -> int:
+        """The budget from which on the experts of one token fit at every start.
+
+        A larger budget may also choose a larger micro-batch. While they do not fit it only does so where
+        the buffers take less than COMPUTE_DIVISOR allows, so that larger batches need not be paid for.
+        """
+        slots_bytes = min(self.layout.cycle_bytes, self.layout.all_slots_bytes)
+        sizes = self._compute_sizes
+        chosen = [size for size in sizes if size * COMPUTE_DIVISOR < slots_bytes]
+        return self._budget_for(slots_bytes, max(chosen, default=min(sizes))) + START_VARIATION_BYTES
+
+    @property
+    def _compute_sizes(self) -> tuple[int, ...]:
+        """Bytes of the compute buffers, by what another budget would choose."""
+        return tuple(self.batches.values()) or (self.needs.compute_bytes,)
+
+    def _fixed_bytes(self, compute_bytes: int) -> int:
+        return self.processes_bytes + self.needs.weights_bytes + self.needs.kv_bytes + compute_bytes
+
+    def _budget_for(self, slots_bytes: int, compute_bytes: int) -> int:
+        """The least budget that leaves as much to the slots."""
+        fixed_bytes = self._fixed_bytes(compute_bytes)
+        needed = fixed_bytes + RESERVE_BYTES + slots_bytes
+        mapped = fixed_bytes + self.layout.all_slots_bytes
+        full = mapped + RESERVE_BYTES + _round_up(mapped, RESERVE_DIVISOR)
+        return min(_round_up(needed * RESERVE_DIVISOR, RESERVE_DIVISOR - 1), full)
 
     @property
     def fits(self) -> bool:
         return self.left_bytes >= self.slots_floor_bytes
+
+    @property
+    def must_fit(self) -> bool:
+        """Weights of a dense model are mapped from the file: too many of them are slow, but work, unless the
+        operator wants a budget kept."""
+        return self.layout.n_expert > 0 or self.budget.explicit
 
     @property
     def capacity_bytes(self) -> int:
@@ -230,9 +278,37 @@ class MemoryPlan:
         """The plan for other needs: fields of Needs."""
         return replace(self, needs=replace(self.needs, **changes))
 
-    def check(self) -> None:
-        """Raises BudgetTooSmallError when the budget is below the floor."""
-        if self.fits:
+    def with_best_batch(self) -> MemoryPlan:
+        """The plan with the largest micro-batch of `batches` that is not too large."""
+        plan = self
+        for n_batch in sorted(self.batches, reverse=True):
+            plan = self.with_needs(n_batch=n_batch, compute_bytes=self.batches[n_batch])
+            if not plan.batch_is_too_large:
+                break
+        return plan
+
+    def check_supply(self) -> None:
+        """Raises BudgetTooLargeError when the operator's budget is more than there can ever be."""
+        if self._exceeds_limit and self.supply is not None:
+            raise BudgetTooLargeError(
+                f"{self._excess_text(self.supply)}; omit --memory-budget to take what there is, or give "
+                f"{show_flag(self.supply.limit_bytes, up=False)} or less"
+            )
+
+    @property
+    def _exceeds_limit(self) -> bool:
+        supply = self.supply
+        return supply is not None and self.budget.explicit and self.budget.n_bytes > supply.limit_bytes
+
+    def _excess_text(self, supply: Supply) -> str:
+        return (
+            f"--memory-budget gives {show(self.budget.n_bytes, up=True)}, but {supply.limit_source} is "
+            f"{supply.limit_bytes // MIB} MiB"
+        )
+
+    def check(self, tolerance_bytes: int = 0) -> None:
+        """Raises BudgetTooSmallError when the budget is below the floor, by more than the tolerance."""
+        if self.left_bytes + tolerance_bytes >= self.slots_floor_bytes:
             return
         what = "--memory-budget" if self.budget.explicit else self.budget.source
         raise BudgetTooSmallError(
@@ -266,13 +342,22 @@ class MemoryPlan:
 
     def warnings(self) -> list[str]:
         """What the operator should know, one line each."""
-        if not self.fits or not self.below_cliff:
-            return []
-        needed = self.budget.n_bytes + self.layout.cycle_bytes - self.capacity_bytes
-        return [
-            f"one token uses {self.layout.cycle_slots} experts but only {self.n_slots} fit, so that most are "
-            f"read again for each token; from --memory-budget {show_flag(needed)} on they fit"
-        ]
+        warnings = []
+        supply = self.supply
+        if supply is not None and self._exceeds_limit:
+            warnings.append(f"{self._excess_text(supply)}: `s2moe serve` refuses that on this machine")
+        elif supply is not None and self.budget.explicit and self.budget.n_bytes > supply.available_bytes:
+            warnings.append(
+                f"--memory-budget gives {show(self.budget.n_bytes)}, but only {show(supply.available_bytes)} "
+                "are available now: the kernel may kill the engine; free memory or give a smaller budget"
+            )
+        if self.below_cliff and self.left_bytes + START_VARIATION_BYTES >= self.slots_floor_bytes:
+            warnings.append(
+                f"one token uses {self.layout.cycle_slots} experts but only {self.n_slots} fit, so that most "
+                "are read again for each token; "
+                f"from --memory-budget {show_flag(self.cliff_bytes)} on they fit"
+            )
+        return warnings
 
     def lines(self) -> list[str]:
         """The plan in a few lines for people."""
@@ -377,9 +462,9 @@ def show(n_bytes: int, *, up: bool = False) -> str:
     return f"{_round_up(n_bytes, MIB) if up else round(n_bytes / MIB)} MiB"
 
 
-def show_flag(n_bytes: int) -> str:
-    """As the flag takes it, rounded up."""
-    return f"{_round_up(n_bytes, MIB)}MiB"
+def show_flag(n_bytes: int, *, up: bool = True) -> str:
+    """As the flag takes it, rounded up or down."""
+    return f"{_round_up(n_bytes, MIB) if up else n_bytes // MIB}MiB"
 
 
 def _round_up(dividend: int, divisor: int) -> int:

@@ -64,7 +64,9 @@ class WarmStart:
         elif self._every_expert_fits:
             table = [[0] * experts.n_experts for _ in experts.layers]
         else:
+            logger.info("the expert cache starts cold: no --hot-experts and no counts of earlier runs")
             return
+        n_used = sum(count > 0 for row in table for count in row)
         if self._every_expert_fits:
             # only ratios matter: those that were never used come last, but they come
             table = [[_UNUSED_SHARE * count + 1 for count in row] for row in table]
@@ -72,6 +74,17 @@ class WarmStart:
             experts.warm(table)
         except NativeError as error:
             logger.warning("the expert cache starts cold: %s", error)
+            return
+        logger.info("the expert cache is being warmed: %s", self._warming_text(n_used))
+
+    def _warming_text(self, n_used: int) -> str:
+        """`n_used`: experts that were used at all."""
+        source = "--hot-experts" if self._hot is not None else "the counts of earlier runs"
+        if not self._every_expert_fits:
+            return f"{n_used} experts were used according to {source}, the most used come first"
+        if not n_used:
+            return "every expert is read"
+        return f"every expert is read, first the {n_used} that were used according to {source}"
 
     def keep(self) -> None:
         """Writes down now and then what was used. Not during a decode."""

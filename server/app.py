@@ -18,7 +18,7 @@ from s2moe.server.api import version as version_api
 from s2moe.server.engine_client import EngineClient, EngineError
 from s2moe.server.errors import ApiError, error_response
 from s2moe.server.metrics import Metrics
-from s2moe.server.middleware import ApiKey, BodyLimit, RequestContext
+from s2moe.server.middleware import ApiKey, BodyReading, RequestContext
 from s2moe.server.schema.chat import ChatRequest
 from s2moe.server.settings import Settings
 
@@ -45,7 +45,7 @@ def create_app(settings: Settings, client: EngineClient, registry: Metrics, admi
         app.include_router(routes)
     for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
-    _add_middleware(app, settings, registry)
+    _add_middleware(app, settings, client, registry)
     _add_body_schemas(app)
     return app
 
@@ -54,9 +54,9 @@ async def _on_error(_: Request, error: Exception) -> JSONResponse:
     return error_response(error)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, registry: Metrics) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, client: EngineClient, registry: Metrics) -> None:
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, limit_bytes=settings.max_body_size)
+    app.add_middleware(BodyReading, client=client, max_bytes=settings.max_body_size)
     if (key := settings.read_api_key()) is not None:
         app.add_middleware(ApiKey, key=key)
     if settings.cors_origin:

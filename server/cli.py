@@ -34,6 +34,7 @@ EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 
 PROFILE_TOKENS = 128
+MOST_TOKENS = 10_000_000
 
 DEMO_EXPERTS = 16
 DEMO_USED = 4
@@ -163,6 +164,13 @@ def _add_inspect(commands: Any) -> None:
         metavar="N",
         help="context length in tokens; 0 = the model's own, at most 8192 (default)",
     )
+    inspect.add_argument(
+        "--batch-size",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="prompt tokens evaluated at once; 0 = 512, or fewer where memory is short (default)",
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -215,6 +223,8 @@ def _add_profile(commands: Any) -> None:
 def _number(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    if int(text) > MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MOST_TOKENS}")
     return int(text)
 
 
@@ -296,7 +306,7 @@ def _inspect(arguments: dict[str, Any]) -> int:
     configure = Configure(
         model_path=str(arguments["model"].expanduser()),
         n_ctx=arguments["ctx"],
-        n_batch=0,
+        n_batch=arguments["batch_size"],
         memory_budget_bytes=arguments["memory_budget"],
     )
     try:
@@ -304,6 +314,8 @@ def _inspect(arguments: dict[str, Any]) -> int:
     except InspectError as error:
         _exit(EXIT_FAILURE, str(error))
     print(json.dumps(inspection.to_json(), indent=2) if arguments["json"] else "\n".join(inspection.lines()))
+    if inspection.refusal:
+        _exit(EXIT_FAILURE, inspection.refusal)
     return 0
 
 

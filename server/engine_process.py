@@ -25,6 +25,8 @@ engine_logger = logging.getLogger("s2moe.engine")
 STDERR_TAIL_LINES: Final = 50
 _LEVELS: Final = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 """The engine's own log lines begin with one of these."""
+_NO_TROUBLE: Final = ("DEBUG", "INFO")
+"""Lines of these levels do not explain an end."""
 MAX_STDERR_LINE_BYTES: Final = 4096
 _EOF_AFTER_EXIT_SECONDS: Final = 0.05
 """After the exit, bytes already sent (a Fatal, a last Step) are still read; a grandchild that holds the
@@ -117,7 +119,7 @@ class EngineProcess:
 
     @property
     def stderr_tail(self) -> tuple[str, ...]:
-        """The last lines that the engine wrote to stderr, oldest first."""
+        """The last lines that the engine wrote to stderr, oldest first, without its log of what went well."""
         return tuple(self._stderr.tail)
 
     def send(self, message: ToEngine) -> int:
@@ -256,8 +258,9 @@ class _StderrForwarder(asyncio.Protocol):
         if len(raw) > MAX_STDERR_LINE_BYTES:
             text += " … (line cut)"
         text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-        self.tail.append(text)
         level, _, rest = text.partition(" ")
+        if level not in _NO_TROUBLE:
+            self.tail.append(text)
         if level in _LEVELS:
             engine_logger.log(_LEVELS[level], "%s", rest)
         else:

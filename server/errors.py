@@ -81,10 +81,18 @@ class RequestTooLargeError(ApiError):
     type = "invalid_request_error"
     code = "request_too_large"
 
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(
-            f"The request body is larger than the limit of {limit_bytes} bytes (--max-body-size)."
-        )
+    def __init__(self, limit_bytes: int, reason: str) -> None:
+        super().__init__(f"The request body is larger than the limit of {limit_bytes} bytes ({reason}).")
+
+
+class BodyTimeoutError(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+    def __init__(self) -> None:
+        # The rest of the body may still come, and must not be taken for the next request.
+        super().__init__("The request body came too slowly; send it again.", headers={"Connection": "close"})
 
 
 class QueueFullError(ApiError):

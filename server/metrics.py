@@ -38,6 +38,8 @@ FAILURE_REASONS = (
     "oom",
     "engine_died",
     "unavailable",
+    "model_file",
+    "numeric",
     "internal",
 )
 REJECTION_REASONS = ("queue_full", "loading", "draining", "engine_restarting", "engine_dead")

@@ -3,11 +3,12 @@
 RequestContext   request id, access log, HTTP metrics, the last resort for exceptions
 (CORS)           Starlette's own, only when an origin is configured
 ApiKey           401
-BodyLimit        413
+BodyReading      413, 408, and how many bodies are read at a time
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -16,12 +17,9 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from s2moe.server.errors import (
-    CLIENT_GONE_STATUS,
-    AuthenticationError,
-    RequestTooLargeError,
-    error_response,
-)
+from s2moe.server.body_gate import LEAST_ALLOWANCE_BYTES, UNGATED_BYTES, BodyGate, BodyLimit
+from s2moe.server.engine_client import EngineClient
+from s2moe.server.errors import CLIENT_GONE_STATUS, AuthenticationError, BodyTimeoutError, error_response
 from s2moe.server.logs import choose_request_id, request_id_var
 from s2moe.server.metrics import Metrics
 from s2moe.server.recorder import RequestRecorder
@@ -123,30 +121,91 @@ class ApiKey:
         return any(hmac.compare_digest(each.encode("latin-1"), self._key) for each in candidates)
 
 
-class BodyLimit:
-    """Refuses bodies beyond the limit: at once by Content-Length, else when the bytes have come."""
+class BodyReading:
+    """Refuses bodies beyond the limit, at once by Content-Length, else when the bytes have come; lets large
+    ones wait until others have been read; gives up on those that come too slowly."""
 
-    def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
+    patience_seconds = 30.0
+    """Without progress, and altogether beyond what the least rate takes."""
+    least_rate = 16 * 1024
+    """Bytes per second."""
+
+    def __init__(self, app: ASGIApp, *, client: EngineClient, max_bytes: int) -> None:
         self._app = app
-        self._limit_bytes = limit_bytes
+        self._client = client
+        self._limit = BodyLimit(max_bytes)
+        self._gate = BodyGate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdigit() and int(declared) > self._limit_bytes:
-            await error_response(RequestTooLargeError(self._limit_bytes))(scope, receive, send)
+        headers = Headers(scope=scope)
+        limit_bytes = self._limit.of_model(self._client.model)
+        text = headers.get("content-length", "")
+        declared = int(text) if text.isdigit() else limit_bytes if "transfer-encoding" in headers else 0
+        if declared > limit_bytes:
+            await error_response(self._limit.refusal(self._client.model))(scope, receive, send)
             return
-        n_bytes = 0
+        body = _Body(self, receive, declared, limit_bytes)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.end()
 
-        async def limited_receive() -> Message:
-            nonlocal n_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                n_bytes += len(message.get("body", b""))
-                if n_bytes > self._limit_bytes:
-                    raise RequestTooLargeError(self._limit_bytes)
-            return message
+    async def enter(self, n_bytes: int, limit_bytes: int) -> None:
+        await self._gate.enter(n_bytes, max(LEAST_ALLOWANCE_BYTES, limit_bytes))
 
-        await self._app(scope, limited_receive, send)
+    def leave(self, n_bytes: int) -> None:
+        self._gate.leave(n_bytes)
+
+    def refusal(self) -> Exception:
+        return self._limit.refusal(self._client.model)
+
+
+class _Body:
+    """The body of one request on its way in."""
+
+    def __init__(self, reading: BodyReading, receive: Receive, declared_bytes: int, limit_bytes: int) -> None:
+        self._reading = reading
+        self._receive = receive
+        self._declared_bytes = declared_bytes
+        self._limit_bytes = limit_bytes
+        self._n_bytes = 0
+        self._held_bytes = 0
+        self._began: float | None = None
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        if self._began is None:
+            if self._declared_bytes > UNGATED_BYTES:
+                await self._reading.enter(self._declared_bytes, self._limit_bytes)
+                self._held_bytes = self._declared_bytes
+            self._began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._patience_seconds(self._began)):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTimeoutError from None
+        if message["type"] == "http.request":
+            self._n_bytes += len(message.get("body", b""))
+            if self._n_bytes > self._limit_bytes:
+                raise self._reading.refusal()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self._complete = True
+            # Whoever waits runs when this task waits again: after it has parsed the body.
+            self.end()
+        return message
+
+    def end(self) -> None:
+        """Gives back what it holds of the allowance."""
+        held, self._held_bytes = self._held_bytes, 0
+        if held:
+            self._reading.leave(held)
+
+    def _patience_seconds(self, began: float) -> float:
+        patience = self._reading.patience_seconds
+        due = began + patience + self._n_bytes / self._reading.least_rate
+        return max(0.0, min(patience, due - time.monotonic()))

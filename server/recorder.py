@@ -13,6 +13,8 @@ _FAILURE_REASONS = {
     "template_error": "template",
     "insufficient_memory": "oom",
     "engine_died": "engine_died",
+    "model_file_error": "model_file",
+    "numeric_error": "numeric",
 }
 
 

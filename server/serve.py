@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import resource
 import shlex
 import signal
 import socket
@@ -24,6 +23,7 @@ from s2moe.server.admission import Admission
 from s2moe.server.app import create_app
 from s2moe.server.engine_client import EngineUnavailableError
 from s2moe.server.metrics import Metrics
+from s2moe.server.own_memory import own_resident_bytes
 from s2moe.server.settings import Settings, SettingsError
 from s2moe.server.supervisor import EngineSupervisor
 
@@ -90,12 +90,6 @@ def to_configure(settings: Settings, model: Path) -> Configure:
     )
 
 
-def own_resident_bytes() -> int:
-    """The resident set of this process."""
-    n_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return n_pages * resource.getpagesize()
-
-
 def _text_of(path: Path | None) -> str | None:
     return None if path is None else str(path.expanduser().absolute())
 
@@ -104,7 +98,10 @@ def check_model(path: Path) -> Path:
     """Raises SettingsError when the file cannot be served at all."""
     path = path.expanduser()
     if not path.is_file():
-        what = "is a directory; name the GGUF file in it" if path.is_dir() else "does not exist"
+        if path.is_dir():
+            what = "is a directory; name the GGUF file in it"
+        else:
+            what = "is not a regular file" if path.exists() else "does not exist"
         raise SettingsError(f"--model: {path} {what}")
     try:
         with path.open("rb") as file:
@@ -149,7 +146,10 @@ async def _serve(settings: Settings, listener: socket.socket, configure: Configu
         failed = not signals.first.is_set()
         if failed:
             reason = supervisor.exit_message or "the HTTP server ended unexpectedly"
-            print(f"s2moe: error: {reason}", file=sys.stderr, flush=True)
+            if settings.log_format == "json":
+                _log.critical("%s", reason)
+            else:
+                print(f"s2moe: error: {reason}", file=sys.stderr, flush=True)
         # Nothing can be finished without an engine.
         patience = 0.0 if failed else settings.shutdown_timeout
         await _either(signals.second.wait(), shut_down_requests(admission, patience))

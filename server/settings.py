@@ -26,6 +26,8 @@ ENV_PREFIX = "S2MOE_"
 CONFIG_ENV = f"{ENV_PREFIX}CONFIG"
 DEMO_ALIAS = "demo"
 AUTO_BUDGET = 0
+MAX_SIZE_BYTES = 2**50
+"""More than any machine has, and less than the wire's integers hold."""
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -50,7 +52,10 @@ def parse_size_bytes(value: object) -> object:
     scale = _BINARY_UNIT_BYTES[unit[0]] if unit.endswith("i") and unit != "i" else _UNIT_BYTES.get(unit)
     if scale is None:
         raise ValueError("not a size; write bytes or a number with a unit, such as 8MiB or 12GiB")
-    return int(Decimal(match["number"]) * scale)
+    n_bytes = int(Decimal(match["number"]) * scale)
+    if n_bytes > MAX_SIZE_BYTES:
+        raise ValueError(f"too large; the most is {MAX_SIZE_BYTES // 2**40}TiB")
+    return n_bytes
 
 
 def parse_budget_bytes(value: object) -> object:
@@ -103,6 +108,7 @@ class Settings(BaseSettings):
     memory_budget: BudgetBytes = Field(
         AUTO_BUDGET,
         ge=0,
+        le=MAX_SIZE_BYTES,
         description="memory for everything, in bytes or as 1500MiB; experts that do not fit are read from "
         "the model file; auto = what the machine or container has, less a reserve",
     )
@@ -137,7 +143,11 @@ class Settings(BaseSettings):
         False, description="answer 404 to a request that names another model, instead of serving it"
     )
     max_body_size: SizeBytes = Field(
-        8 * 2**20, ge=1024, description="largest request body, in bytes or as 8MiB; more gets 413"
+        8 * 2**20,
+        ge=1024,
+        le=MAX_SIZE_BYTES,
+        description="largest request body, in bytes or as 8MiB, less where the context is smaller; more gets "
+        "413",
     )
     api_key: SecretStr | None = Field(
         None,

@@ -22,6 +22,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from s2moe.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -57,6 +59,7 @@ from s2moe.server.engine_client import (
 )
 from s2moe.server.engine_exit import EngineExit, OomKillCounter
 from s2moe.server.engine_process import EngineProcess
+from s2moe.server.own_memory import own_resident_bytes
 from s2moe.server.restart_policy import RestartLimits, RestartPolicy
 
 logger = logging.getLogger(__name__)
@@ -107,6 +110,8 @@ class _Run:
         self.fatal: Fatal | None = None
         self.progress_due = 0.0
         """Monotonic time before which no further load progress is logged."""
+        self.plan: Plan | None = None
+        """As it was logged before the load."""
         self.silent_seconds = 0.0
         """Since the last Pong, as counted by the heartbeat."""
         self.oom_kills: deque[int] = deque([oom_kills], maxlen=_OOM_HINT_TICKS)
@@ -131,8 +136,9 @@ class EngineSupervisor:
         self.gave_up = asyncio.Event()
         """Set when the engine will never be ready again without anybody having called `stop()`."""
         self.exit_message = ""
-        """After `gave_up`: one line for the operator that says why."""
+        """After `gave_up`: one line that says why; whoever waits for that shows it to the operator."""
         self._configure = configure
+        self._front_end_measured = False
         self._observer = observer
         self._command = tuple(ENGINE_COMMAND if command is None else command)
         self._times = times or SupervisionTimes()
@@ -309,7 +315,6 @@ class EngineSupervisor:
         return backoff
 
     def _give_up(self, message: str) -> None:
-        logger.critical("%s", message)
         self.exit_message = message
         self._set_state(EngineState.DEAD, message)
         self.gave_up.set()
@@ -399,6 +404,9 @@ class EngineSupervisor:
         elif run.hello_at is None or run.ready_at is not None:
             raise ProtocolError(f"{type(message).__name__} at the wrong time")
         elif isinstance(message, LoadProgress):
+            if message.plan is not None:
+                run.plan = message.plan
+                _log_plan(message.plan)
             parts = (f"loading {message.phase} {message.fraction * 100:.0f} %", message.detail)
             self._set_loading(", ".join(part for part in parts if part))
             if time.monotonic() > run.progress_due:
@@ -408,7 +416,7 @@ class EngineSupervisor:
             run.ready_at = time.monotonic()
             self._model = message.model
             self._observer.on_start_phase("load", run.ready_at - run.hello_at)
-            _log_plan(message.plan)
+            _log_plan(message.plan, run.plan)
             self._set_state(EngineState.READY, "ready")
 
     def _on_fatal(self, run: _Run, fatal: Fatal) -> None:
@@ -431,7 +439,15 @@ class EngineSupervisor:
         run.silent_seconds = 0.0
         self._observer.on_start_phase("spawn", run.hello_at - run.process.started_at)
         self._set_loading("loading")
+        self._measure_front_end()
         self._send(self._configure)
+
+    def _measure_front_end(self) -> None:
+        """Once, for all starts: the plan has a reserve for what this process grows by while it serves, and an
+        engine that restarts must get the plan of the first one."""
+        if self._configure.front_end_bytes and not self._front_end_measured:
+            self._configure = msgspec.structs.replace(self._configure, front_end_bytes=own_resident_bytes())
+            self._front_end_measured = True
 
     def _send(self, message: ToEngine) -> None:
         if self._run is not None and (n_bytes := self._run.process.send(message)):
@@ -511,10 +527,16 @@ class EngineSupervisor:
             raise EngineUnavailableError("The server is shutting down.", self._state)
 
 
-def _log_plan(plan: Plan | None) -> None:
-    if plan is not None:
-        for line in plan.lines:
+def _log_plan(plan: Plan | None, before: Plan | None = None) -> None:
+    """`before`: the one that was logged already; then only what the load has changed is of interest."""
+    if plan is None:
+        return
+    for line in plan.lines:
+        if before is None:
             logger.info("%s", line)
+        elif line not in before.lines:
+            logger.info("after the load: %s", line)
+    if before is None or not before.warnings:
         for line in plan.warnings:
             logger.warning("%s", line)
 

@@ -20,8 +20,11 @@ async def read_model(request: Request, model: type[Model]) -> Model:
     Raises ApiError for everything that is wrong with the body, ClientGoneError when the client leaves.
     """
     _check_media_type(request)
+    # Not request.body(), which the request would keep until its answer has ended.
+    body = bytearray()
     try:
-        body = await request.body()
+        async for chunk in request.stream():
+            body += chunk
     except ClientDisconnect as error:
         raise ClientGoneError from error
     try:
@@ -40,10 +43,11 @@ def _check_media_type(request: Request) -> None:
         raise MediaTypeError("Send the body with `Content-Type: application/json`.")
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Strict JSON: no NaN, no lone surrogates, UTF-8 only (a byte order mark is tolerated)."""
-    body = body.removeprefix(codecs.BOM_UTF8)
-    if not body.strip():
+    if body.startswith(codecs.BOM_UTF8):
+        body = body[len(codecs.BOM_UTF8) :]
+    if not body or body.isspace():
         raise InvalidRequestError("The request body is empty; send a JSON object.", code="invalid_json")
     try:
         value = msgspec.json.decode(body)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from s2moe.engine.messages import Finished, Generate, GenerationEvent, Sampling, Step
+from s2moe.engine.messages import Finished, Generate, GenerationEvent, ModelInfo, Sampling, Step
 from s2moe.server.admission import Admission
 from s2moe.server.api.body import read_model
 from s2moe.server.direct_send import DirectSend
@@ -95,14 +95,14 @@ def router(settings: Settings, client: EngineClient, metrics: Metrics, admission
     routes = APIRouter()
     alias = settings.model_alias
 
-    def start(request: Request, body: ChatRequest) -> Generation:
-        recorder = RequestRecorder(metrics, model=alias, api="chat", stream=bool(body.stream))
+    def start(request: Request, generate: Generate, *, stream: bool) -> Generation:
+        recorder = RequestRecorder(metrics, model=alias, api="chat", stream=stream)
         request.state.recorder = recorder
-        return Generation(client, admission, recorder, to_generate(body))
+        return Generation(client, admission, recorder, generate)
 
-    async def stream(request: Request, body: ChatRequest) -> Response:
+    async def stream(request: Request, generate: Generate, *, include_usage: bool) -> Response:
         created = int(time.time())
-        generation = start(request, body)
+        generation = start(request, generate, stream=True)
         first: GenerationEvent | None = None
         try:
             first = await until_gone(
@@ -120,7 +120,7 @@ def router(settings: Settings, client: EngineClient, metrics: Metrics, admission
                 created=created,
                 model=alias,
                 system_fingerprint=fingerprint(client),
-                include_usage=body.wants_usage_chunk,
+                include_usage=include_usage,
             )
             generation.send_directly(lambda step: response.write_directly(made.feed(step)))
             return made
@@ -129,9 +129,9 @@ def router(settings: Settings, client: EngineClient, metrics: Metrics, admission
         response = GenerationStream(chunks, generation, ping_seconds=settings.ping_interval)
         return response
 
-    async def whole(request: Request, body: ChatRequest) -> Response:
+    async def whole(request: Request, generate: Generate) -> Response:
         answer = ChatCompletionBuilder(completion_id=completion_id(), created=int(time.time()), model=alias)
-        generation = start(request, body)
+        generation = start(request, generate, stream=False)
 
         async def collect() -> Finished:
             while True:
@@ -164,7 +164,16 @@ def router(settings: Settings, client: EngineClient, metrics: Metrics, admission
         if settings.log_prompts:
             messages = [message.to_wire() for message in body.messages]
             _log.info("chat request", extra={"fields": {"messages": messages}})
-        return await (stream(request, body) if body.stream else whole(request, body))
+        if (error := too_long(body, client.model)) is not None:
+            recorder = RequestRecorder(metrics, model=alias, api="chat", stream=bool(body.stream))
+            request.state.recorder = recorder
+            recorder.failed(error)
+            raise error
+        generate, streamed, include_usage = to_generate(body), bool(body.stream), body.wants_usage_chunk
+        del body  # may be long, and what follows may wait
+        if streamed:
+            return await stream(request, generate, include_usage=include_usage)
+        return await whole(request, generate)
 
     for path, shown in (("/v1/chat/completions", True), ("/chat/completions", False)):
         routes.add_api_route(
@@ -208,6 +217,27 @@ async def _chunks(
         yield encoder.finish(event)
     except ApiError as error:
         yield error_event(to_reply(error))
+
+
+def too_long(body: ChatRequest, model: ModelInfo | None) -> ApiError | None:
+    """The error for messages that do not fit the context even in the longest tokens. The engine would say the
+    same, but until then they would take memory in the queue."""
+    if model is None or not model.longest_piece_bytes:
+        return None
+    n_bytes = sum(len(message.to_wire()["content"].encode()) for message in body.messages)
+    n_tokens = n_bytes // model.longest_piece_bytes
+    if n_tokens < model.n_ctx:
+        return None
+    message = (
+        f"This model's maximum context length is {model.n_ctx} tokens, but the messages have at least "
+        f"{n_tokens} tokens. Shorten them or serve with a larger --ctx-size."
+    )
+    return InvalidRequestError(
+        message,
+        code="context_length_exceeded",
+        param="messages",
+        extra={"n_prompt_tokens": n_tokens, "n_ctx": model.n_ctx},
+    )
 
 
 def to_generate(body: ChatRequest) -> Generate:

@@ -49,7 +49,18 @@ def test_reports_the_peak_of_what_was_charged(tmp_path: Path) -> None:
     assert numbers["limit_bytes"] == 300 * MIB
     assert 100 * MIB < numbers["peak_bytes"] < 200 * MIB
     assert numbers["oom_kills"] == 0
-    assert f"peak {numbers['peak_bytes']} bytes" in result.stderr.splitlines()[-1]
+    last = result.stderr.splitlines()[-1]
+    assert "limit 314572800 bytes (300.0 MiB)" in last
+    assert f"peak {numbers['peak_bytes']} bytes ({numbers['peak_bytes'] / MIB:.1f} MiB)" in last
+
+
+@pytest.mark.usefixtures("cgroups")
+def test_report_that_cannot_be_written_is_noticed_before_the_command_runs(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    result = memlimit("--report", str(tmp_path / "none" / "report.json"), "50MiB", "touch", str(ran))
+    assert result.returncode == 125
+    assert "--report: cannot write" in result.stderr
+    assert not ran.exists()
 
 
 @pytest.mark.usefixtures("cgroups")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,12 +49,17 @@ class Seen:
     ready: Reads
     done: Reads
     peak_rss_bytes: int
+    metrics: str
     report: LimitReport | None = None
 
 
 def ask(server: ServeProcess) -> Seen:
     server.wait_ready()
     ready = reads(server)
+    deadline = time.monotonic() + 10
+    while not ready.expert_bytes and time.monotonic() < deadline:
+        time.sleep(0.05)  # the report of the start follows the news that the engine is ready
+        ready = reads(server)
     answers = [server.chat(prompt, max_tokens=N_TOKENS) for prompt in PROMPTS]
     assert [answer.status_code for answer in answers] == [200] * len(PROMPTS), answers[-1].text
     pids = (server.front_end_pid(), server.engine_pid())
@@ -63,6 +69,7 @@ def ask(server: ServeProcess) -> Seen:
         ready=ready,
         done=reads(server),
         peak_rss_bytes=sum(peak_rss_bytes(pid) for pid in pids),
+        metrics=server.client.get("/metrics").text,
     )
 
 
@@ -86,24 +93,17 @@ def flags(tiny_model_path: Path) -> list[str]:
     return ["--model", str(tiny_model_path), "--ctx-size", "512", "--batch-size", str(BATCH_TOKENS)]
 
 
-@pytest.fixture(scope="module")
-def under_limit(
-    flags: list[str],
-    without_limit: Seen,  # first, so that libraries are cached and not charged to this one
-    tiny_model_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Seen:
-    folder = tmp_path_factory.mktemp("limited")
+def ask_under_limit(folder: Path, *arguments: str) -> Seen:
+    """A server whose budget is its memory limit. Skips where there can be none."""
     report = folder / "report.json"
     probe = subprocess.run(
         limited(["true"], LIMIT_BYTES, report, keep_caches=True), capture_output=True, text=True, check=False
     )
     if probe.returncode == EXIT_NO_LIMIT:
         pytest.skip(probe.stderr.strip())
-    forget_cached(tiny_model_path)
     server = ServeProcess(
         folder / "log",
-        *flags,
+        *arguments,
         "--memory-budget",
         str(LIMIT_BYTES),
         wrapper=limited([], LIMIT_BYTES, report, keep_caches=True),
@@ -116,6 +116,17 @@ def under_limit(
     assert server.process.returncode == 0, server.log.read_text()
     seen.report = LimitReport.read(report)
     return seen
+
+
+@pytest.fixture(scope="module")
+def under_limit(
+    flags: list[str],
+    without_limit: Seen,  # first, so that libraries are cached and not charged to this one
+    tiny_model_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Seen:
+    forget_cached(tiny_model_path)
+    return ask_under_limit(tmp_path_factory.mktemp("limited"), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +176,18 @@ def test_the_budget_is_kept_and_nothing_was_killed(under_limit: Seen) -> None:
 def test_the_budget_is_used(under_limit: Seen) -> None:
     """What nothing else needs becomes slots."""
     assert under_limit.peak_rss_bytes > 0.85 * LIMIT_BYTES
+
+
+def test_buffered_reads_answer_alike_within_the_limit(
+    flags: list[str], without_limit: Seen, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """The page cache, through which experts come then, counts towards the limit and has to give way."""
+    forget_cached(tiny_model_path)
+    seen = ask_under_limit(tmp_path, *flags, "--io", "buffered")
+    assert seen.texts == without_limit.texts
+    assert seen.n_misses > 100
+    assert seen.peak_rss_bytes <= LIMIT_BYTES
+    assert seen.report is not None
+    assert seen.report.oom_kills == 0
+    (info,) = [line for line in seen.metrics.splitlines() if line.startswith("s2moe_expert_cache_info{")]
+    assert 'io="buffered"' in info

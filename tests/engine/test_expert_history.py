@@ -178,3 +178,20 @@ def test_files_of_many_models_do_not_pile_up(tmp_path: Path) -> None:
     assert "old000.json" not in names
     assert f"old{MAX_MODELS + 19:03}.json" in names
     assert kept(tmp_path) == [[20, 20, 0, 0]] * 2
+
+
+def test_pipe_in_place_of_the_file_is_said_and_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = FakeExperts()
+    history = ExpertHistory(cache, MODEL, tmp_path)
+    history.path.parent.mkdir(parents=True)
+    os.mkfifo(history.path)
+    assert history.load() is None
+    cache.use(1, 0)
+    history.save()
+    ignored, not_kept = (record.getMessage() for record in caplog.records)
+    assert "ignored" in ignored
+    assert "not a regular file" in ignored
+    assert "cannot be kept" in not_kept
+    assert "not a regular file" in not_kept

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import cast
@@ -55,6 +57,56 @@ def test_one_line_per_decode_with_all_its_records(n_records: int, tmp_path: Path
     assert second["layers"] == [[0, 100, 6, 2, 0, 0.25, 0.0]]
     trace.close()
     assert experts.n_max == 0
+
+
+def test_a_full_drive_ends_the_trace_with_one_line_in_the_log_and_fails_no_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace"
+    experts = RecordedExperts(1)
+    trace = ExpertTraceFile(path, cast(Experts, experts))
+    trace.add(time.monotonic_ns(), 1)
+    write = os.write
+    space = 10
+
+    def write_some(descriptor: int, data: bytes) -> int:
+        nonlocal space
+        if space == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken, space = write(descriptor, data[:space]), 0
+        return taken
+
+    monkeypatch.setattr(os, "write", write_some)
+    for _ in range(3):
+        experts.kept = RecordedExperts(1).kept
+        trace.add(time.monotonic_ns(), 1)
+    (record,) = caplog.records
+    assert (record.levelname, str(path) in record.getMessage()) == ("ERROR", True)
+    assert "No space left on device" in record.getMessage()
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 1
+    assert experts.n_max == 0
+    trace.close()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/full", "/dev/null"])
+def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = Path(kind)
+    if kind == "fifo":
+        path = tmp_path / kind
+        os.mkfifo(path)
+    with pytest.raises(EngineStartError, match=f"cannot write {path}: it is not a regular file"):
+        ExpertTraceFile(path, cast(Experts, RecordedExperts(0)))
+
+
+def test_a_drive_that_is_full_at_the_start_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_none(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write_none)
+    with pytest.raises(EngineStartError, match="No space left on device; choose another file"):
+        ExpertTraceFile(tmp_path / "trace", cast(Experts, RecordedExperts(0)))
 
 
 def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,16 @@ def test_devices_are_written_to_and_not_replaced(tmp_path: Path) -> None:
     link.symlink_to("/dev/null")
     write_atomically(link, b"data")
     assert link.is_symlink()
+
+
+def test_list_of_a_model_of_the_same_description_names_the_fingerprints(tmp_path: Path) -> None:
+    model = {**json.loads(HOT.to_json())["model"], "fingerprint": "sha256:other"}
+    message = refusal(written(tmp_path / "hot.json", model=model))
+    assert "fingerprint in it is 'sha256:other'" in message
+    assert MODEL.fingerprint in message
+
+
+def test_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    assert "not a regular file" in refusal(path)

@@ -64,13 +64,33 @@ def test_text_names_what_the_plan_consists_of(tiny_model_path: Path) -> None:
     assert re.search(r"[0-9.]+ to [0-9.]+ tokens per second", rows["speed"])
 
 
-def test_budget_below_the_floor_is_said_and_no_error(tiny_model_path: Path) -> None:
-    found = inspect(tiny_model_path, "--memory-budget", "64MiB")
+def test_budget_below_the_floor_is_shown_and_fails_with_the_sum(tiny_model_path: Path) -> None:
+    result = run_inspect(tiny_model_path, "--memory-budget", "64MiB", "--json")
+    assert result.returncode == 1
+    found = json.loads(result.stdout)
     assert found["plan"]["fits"] is False
     assert found["expected"] is None
     result = run_inspect(tiny_model_path, "--memory-budget", "64MiB")
-    assert result.returncode == 0
+    assert result.returncode == 1
     assert "below the floor" in result.stdout
+    assert re.fullmatch(
+        r"s2moe: error: --memory-budget gives 64 MiB, but [^\n]* MiB dense weights [^\n]*\n", result.stderr
+    )
+
+
+def test_budget_above_the_machines_memory_is_a_warning(tiny_model_path: Path) -> None:
+    result = run_inspect(tiny_model_path, "--memory-budget", "1000TiB")
+    assert result.returncode == 0, result.stderr
+    assert "`s2moe serve` refuses that on this machine" in result.stdout
+
+
+def test_batch_size_is_the_one_asked_for(tiny_model_path: Path) -> None:
+    own, chosen = (
+        inspect(tiny_model_path, "--memory-budget", "330MiB", "--ctx", "1024", *flags)["plan"]
+        for flags in ((), ("--batch-size", "48"))
+    )
+    assert chosen["n_batch"] == 48
+    assert int(str(chosen["floor_bytes"])) > int(str(own["floor_bytes"])), "32 is the smallest one tried"
 
 
 def test_without_a_budget_it_is_the_machines(tiny_model_path: Path) -> None:
@@ -99,6 +119,7 @@ def test_file_that_is_no_model_is_one_line(tmp_path: Path, content: bytes) -> No
     result = run_inspect(path)
     assert (result.returncode, result.stdout) == (1, "")
     assert re.fullmatch(r"s2moe: error: [^\n]*m\.gguf[^\n]*\n", result.stderr)
+    assert result.stderr.count("m.gguf") == 1
 
 
 def test_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -108,9 +129,9 @@ def test_missing_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_context_larger_than_the_memory_is_one_line(tiny_model_path: Path) -> None:
-    result = run_inspect(tiny_model_path, "--ctx", "20000000")
+    result = run_inspect(tiny_model_path, "--ctx", "10000000")
     assert result.returncode == 1
-    assert re.fullmatch(r"s2moe: error: a context of 20000000 tokens needs [^\n]*\n", result.stderr)
+    assert re.fullmatch(r"s2moe: error: a context of 10000000 tokens needs [^\n]*\n", result.stderr)
 
 
 def test_front_end_is_not_imported(tiny_model_path: Path) -> None:

@@ -109,9 +109,34 @@ def test_refused_budget_would_do_when_raised_to_what_the_refusal_says(
     assert isinstance(fatal, wire.Fatal)
     assert (fatal.code, fatal.retryable) == ("budget_too_small", False)
     (remedy,) = re.findall(r"give --memory-budget ([0-9]+)MiB", fatal.message)
-    # processes are not the same to the page each time
-    budget_bytes = (int(remedy) + 4) * MIB
-    ready_of(spawn(), tiny_model_path, n_ctx=512, n_batch=64, memory_budget_bytes=budget_bytes)
+    ready_of(spawn(), tiny_model_path, n_ctx=512, n_batch=64, memory_budget_bytes=int(remedy) * MIB)
+
+
+def test_floor_of_a_comfortable_plan_is_served(
+    spawn: Callable[[], EngineProcess], tiny_model_path: Path
+) -> None:
+    comfortable = ready_of(spawn(), tiny_model_path, n_ctx=512, n_batch=0).plan
+    assert comfortable is not None
+    assert "(batches of 512)" in comfortable.lines[0]
+    floor_bytes = comfortable.floor_bytes
+    plan = ready_of(spawn(), tiny_model_path, n_ctx=512, n_batch=0, memory_budget_bytes=floor_bytes).plan
+    assert plan is not None
+    assert "(batches of 32)" in plan.lines[0]
+    assert abs(plan.floor_bytes - floor_bytes) < 8 * MIB
+
+
+def test_plan_comes_before_anything_is_loaded(
+    spawn: Callable[[], EngineProcess], tiny_model_path: Path
+) -> None:
+    engine = spawn()
+    engine.send(wire.Configure(model_path=str(tiny_model_path), n_ctx=512, memory_budget_bytes=BUDGET_BYTES))
+    received = [m for m in engine.receive_until(wire.Ready) if isinstance(m, wire.LoadProgress)]
+    plans = [message.plan for message in received if message.plan is not None]
+    phases = [message.phase for message in received]
+    (plan,) = plans
+    assert plan.budget_bytes == BUDGET_BYTES
+    assert plan.lines[0].startswith("memory budget 320 MiB (--memory-budget)")
+    assert "model" not in phases[: [m.plan is not None for m in received].index(True)]
 
 
 def test_batches_shrink_only_where_the_user_left_them_open(

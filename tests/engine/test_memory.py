@@ -17,6 +17,7 @@ from s2moe.engine.memory import (
     group_limits,
     machine_budget,
     measure_footprint,
+    memory_supply,
     resident_bytes,
     total_bytes,
 )
@@ -74,6 +75,23 @@ def test_without_groups_it_is_what_the_kernel_calls_available(machine: Machine) 
     assert budget.n_bytes == 6100 * MIB - 400 * MIB
     assert "available" in budget.source
     assert not budget.explicit
+
+
+def test_supply_of_a_machine_is_its_memory_and_what_is_available_with_our_own_use(machine: Machine) -> None:
+    supply = memory_supply(100 * MIB, machine.root)
+    assert (supply.limit_bytes, supply.available_bytes) == (8000 * MIB, 6100 * MIB)
+    assert supply.limit_source == "the memory of the machine"
+
+
+def test_supply_of_a_container_is_its_limit(machine: Machine) -> None:
+    machine.groups("0::/box")
+    machine.v2("/box", 1000 * MIB, used=400 * MIB)
+    supply = memory_supply(100 * MIB, machine.root)
+    assert (supply.limit_bytes, supply.available_bytes) == (1000 * MIB, 700 * MIB)
+    assert supply.limit_source == "the limit in /sys/fs/cgroup/box/memory.max"
+    # what the page cache is charged for is ours as well, but no more than the limit
+    machine.v2("/box", 1000 * MIB, used=50 * MIB)
+    assert memory_supply(100 * MIB, machine.root).available_bytes == 1000 * MIB
 
 
 def test_small_machine_keeps_the_least_reserve(machine: Machine) -> None:

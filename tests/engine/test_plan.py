@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2moe.engine.memory import MIB, Budget
+from s2moe.engine.memory import MIB, Budget, Supply
 from s2moe.engine.plan import (
     RESERVE_BYTES,
     RESERVE_DIVISOR,
+    START_VARIATION_BYTES,
+    BudgetTooLargeError,
     BudgetTooSmallError,
     Machine,
     MemoryPlan,
@@ -99,16 +102,82 @@ def test_no_budget_is_exceeded_and_none_is_left_unused(budget_bytes: int) -> Non
     if plan.fits:
         assert plan.capacity_bytes >= FLOOR_SLOTS_BYTES
         assert used_bytes == budget_bytes or (used_bytes < budget_bytes and plan.all_resident)
-    assert plan.fits == (budget_bytes >= plan.floor_bytes)
-    assert plan.all_resident == (budget_bytes >= plan.full_bytes)
+    assert plan.fits == (budget_bytes >= plan.least_bytes)
+    assert plan.floor_bytes == plan.least_bytes + START_VARIATION_BYTES
+    assert plan.all_resident == (budget_bytes >= plan.full_bytes - START_VARIATION_BYTES)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, DENSE])
-def test_floor_is_the_least_budget_that_is_accepted(layout: dict[str, Any]) -> None:
-    floor_bytes = plan_of(0, layout=layout).floor_bytes
-    plan_of(floor_bytes, layout=layout).check()
+def test_least_budget_that_is_accepted(layout: dict[str, Any]) -> None:
+    least_bytes = plan_of(0, layout=layout).least_bytes
+    plan_of(least_bytes, layout=layout).check()
     with pytest.raises(BudgetTooSmallError):
-        plan_of(floor_bytes - 1, layout=layout).check()
+        plan_of(least_bytes - 1, layout=layout).check()
+    plan_of(least_bytes - 5, layout=layout).check(tolerance_bytes=5)
+
+
+def test_floor_is_accepted_by_a_start_whose_processes_are_larger() -> None:
+    plan = plan_of(plan_of(0).floor_bytes)
+    # what is mapped more takes page tables
+    more_bytes = START_VARIATION_BYTES - START_VARIATION_BYTES // RESERVE_DIVISOR - 1
+    plan.with_needs(engine_bytes=NEEDS.engine_bytes + more_bytes).check()
+
+
+BATCHES = {512: 90 * MIB, 256: 50 * MIB, 128: 20 * MIB, 64: 10 * MIB, 32: 5 * MIB}
+
+
+def with_batches(budget_bytes: int, layout: dict[str, Any] = LAYOUT) -> MemoryPlan:
+    return replace(plan_of(budget_bytes, layout=layout), batches=BATCHES).with_best_batch()
+
+
+@given(st.integers(0, 800))
+def test_floor_full_and_cliff_do_not_depend_on_the_batch_that_a_budget_chooses(budget: int) -> None:
+    layout = {**LAYOUT, "n_expert_used": 14}
+    plan = with_batches(budget * MIB, layout)
+    other = with_batches(0, layout)
+    assert (plan.floor_bytes, plan.full_bytes, plan.cliff_bytes) == (
+        *(other.floor_bytes, other.full_bytes, other.cliff_bytes),
+    )
+    assert plan.fits == (budget * MIB >= other.least_bytes)
+    assert plan.all_resident or budget * MIB < other.full_bytes
+    assert not plan.below_cliff or budget * MIB < other.cliff_bytes
+
+
+def test_cliff_with_the_batch_that_it_chooses_is_no_larger_than_needed() -> None:
+    layout = {**LAYOUT, "n_expert_used": 14}
+    cliff_bytes = with_batches(0, layout).cliff_bytes
+    assert with_batches(cliff_bytes - START_VARIATION_BYTES - 1, layout).below_cliff
+    (warning,) = with_batches(cliff_bytes - 8 * MIB, layout).warnings()
+    assert f"from --memory-budget {show_flag(cliff_bytes)} on" in warning
+
+
+def supplied(budget: int, limit: int, available: int, *, explicit: bool = True) -> MemoryPlan:
+    supply = Supply(limit * MIB, "the limit in /sys/fs/cgroup/memory.max", available * MIB)
+    return replace(plan_of(budget * MIB, explicit=explicit), supply=supply)
+
+
+def test_budget_above_the_limit_is_refused_with_limit_and_remedy() -> None:
+    plan = supplied(401, limit=400, available=390)
+    with pytest.raises(BudgetTooLargeError) as caught:
+        plan.check_supply()
+    text = str(caught.value)
+    assert text.startswith(
+        "--memory-budget gives 401 MiB, but the limit in /sys/fs/cgroup/memory.max is 400 MiB; "
+    )
+    assert "give 400MiB or less" in text
+    (warning,) = plan.warnings()
+    assert "the limit in /sys/fs/cgroup/memory.max is 400 MiB" in warning
+
+
+def test_budget_above_what_is_available_is_a_warning() -> None:
+    plan = supplied(400, limit=400, available=390)
+    plan.check_supply()
+    (warning,) = plan.warnings()
+    assert "--memory-budget gives 400 MiB, but only 390 MiB are available now" in warning
+    assert supplied(400, limit=400, available=400).warnings() == []
+    detected = supplied(401, limit=400, available=390, explicit=False)
+    detected.check_supply()
+    assert detected.warnings() == []
 
 
 def test_refusal_has_the_arithmetic_and_the_remedies() -> None:
@@ -143,8 +212,9 @@ def test_budget_below_one_tokens_experts_is_served_with_a_warning() -> None:
     assert plan.below_cliff
     (warning,) = plan.warnings()
     (remedy,) = re.findall(r"--memory-budget ([0-9]+)MiB", warning)
-    assert not plan_of((int(remedy) + 2) * MIB, layout=layout).below_cliff
-    assert plan_of((int(remedy) - 2) * MIB, layout=layout).below_cliff
+    variation = START_VARIATION_BYTES // MIB
+    assert not plan_of((int(remedy) - variation) * MIB, layout=layout).below_cliff
+    assert plan_of((int(remedy) - variation - 2) * MIB, layout=layout).below_cliff
 
 
 def test_budget_above_the_cliff_has_no_warning() -> None:

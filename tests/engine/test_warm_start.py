@@ -128,6 +128,27 @@ def test_a_cache_that_does_not_want_to_be_warmed_starts_cold(
     assert "another shape" in caplog.text
 
 
+def test_log_says_what_warms_the_cache(hot_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "s2moe.engine.warm_start")
+
+    def said(settings: Configure, *, fits: bool = False) -> str:
+        caplog.clear()
+        start = WarmStart(FakeExperts(), MODEL, settings, every_expert_fits=fits)
+        start.begin()
+        (line,) = caplog.messages
+        return line
+
+    assert said(configure()) == (
+        "the expert cache starts cold: no --hot-experts and no counts of earlier runs"
+    )
+    assert said(configure(), fits=True).endswith("every expert is read")
+    # of the list's eight counts one is zero
+    assert "7 experts were used according to --hot-experts" in said(configure(hot_file))
+    assert "first the 7 that were used according to --hot-experts" in said(configure(hot_file), fits=True)
+    live(FakeExperts(), configure(), n_tokens=10)
+    assert "4 experts were used according to the counts of earlier runs" in said(configure())
+
+
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, hot_file: Path) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

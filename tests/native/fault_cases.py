@@ -9,20 +9,27 @@ it should; an exception, or a signal, is what the test reports.
 from __future__ import annotations
 
 import os
+import random
 import resource
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from s2moe.engine.native import NativeError, Status
-from s2moe.engine.native_experts import Io, Reader, Residency
+from s2moe.engine.native_experts import Experts, Io, Priority, Reader, Residency, Trigger
 
 from fault_control import Faults
-from stored_model import PROMPT, Layout, StoredModel, Transcript, transcribe
+from stored_model import PROMPT, Layout, StoredModel, Transcript, resident_set, settle, transcribe
+
+N_RACES = 30
+"""Prompts beside prefetches."""
+N_READS_OF_TWO_LAYERS = 2 * 12 * 3
 
 
 class Scene:
@@ -78,6 +85,12 @@ class Scene:
     def require_right(self) -> None:
         transcript = transcribe(self.model)
         require(transcript == self.expected, transcript.difference(self.expected))
+
+    def require_true_gauges(self) -> None:
+        """What is counted as resident is what is resident."""
+        settle(self.model.experts)
+        counted, resident = self.model.experts.stats().resident_experts, len(resident_set(self.model.experts))
+        require(counted == resident, f"{counted} experts are counted, {resident} are resident")
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -137,6 +150,84 @@ def read_error_in_a_prefetch(scene: Scene) -> None:
     scene.require_right()
 
 
+def one_read_error(scene: Scene) -> None:
+    """A drive that fails once, while other reads of the same experts go on."""
+    expected = scene.expected.logits[: len(PROMPT)].tobytes()
+    n_refused = 0
+    for delay_us in (200, 300, 400):
+        for n_spared in (0, 1, 5, 8, 9, 11, 14, 20, 30):
+            scene.forget_experts()
+            scene.model.clear()
+            scene.faults.delay_us = delay_us
+            scene.faults.fail_reads(n_spared, n_failing=1)
+            try:
+                rows = scene.model.decode(PROMPT, position=0)
+            except NativeError as error:
+                require(error.status == Status.IO, f"{error.status.name}: {error}")
+                n_refused += 1
+            else:  # nobody was waiting for the read yet
+                require(rows.tobytes() == expected, "wrong rows with a read error")
+                scene.model.clear()
+            scene.require_true_gauges()
+            require(scene.faults.n_faulty == 1, f"{scene.faults.n_faulty} reads failed")
+            scene.heal()
+            scene.faults.n_faulty = 0
+            rows = scene.model.decode(PROMPT, position=0)
+            require(rows.tobytes() == expected, "wrong rows after a read error")
+            scene.require_true_gauges()
+    require(n_refused > 10, f"only {n_refused} prompts failed")
+    scene.require_right()
+
+
+def prefetches_beside_prompts(scene: Scene) -> None:
+    """Other threads prefetch what a prompt is about to ask for, while its slots are being read into.
+
+    A prompt that failed in its third layer leaves reads of that layer on their way. The next one needs all
+    slots of the class for its first layer: it waits for them one by one, and prefetches get in between.
+    """
+    experts = scene.model.experts
+    prompt = [30 + i for i in range(100)]
+    expected = scene.model.decode(prompt, position=0).tobytes()
+    n_refused = 0
+    for i in range(N_RACES):
+        with asking_for_the_first_layer(experts):
+            scene.model.clear()
+            scene.faults.delay_us = 2000
+            scene.faults.fail_reads(N_READS_OF_TWO_LAYERS, n_failing=1)
+            try:
+                scene.model.decode(prompt, position=0)
+            except NativeError:
+                n_refused += 1
+            scene.model.clear()
+            rows = scene.model.decode(prompt, position=0)
+        require(rows.tobytes() == expected, f"wrong rows beside prefetches, round {i}")
+        scene.heal()
+        scene.require_true_gauges()
+    require(n_refused > 0, "no prompt failed")
+    scene.require_right()
+
+
+@contextmanager
+def asking_for_the_first_layer(experts: Experts) -> Iterator[None]:
+    """Meanwhile two threads prefetch its experts at random, one by one."""
+    done = threading.Event()
+
+    def ask(seed: int) -> None:
+        order = random.Random(seed)
+        while not done.is_set():
+            experts.prefetch([(0, order.randrange(experts.n_experts))])
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
 def short_reads(scene: Scene) -> None:
     """A read that returns less than asked is finished or refused, never taken for whole."""
     for short_bytes in (4096, 8192, 1000, 1):
@@ -191,6 +282,29 @@ def slow_reads(scene: Scene) -> None:
         time.sleep(0.001)
     landed = sum(experts.residency(layer).count(Residency.RESIDENT) for layer in experts.layers)
     require(landed == len(everything) - n_cancelled, "cancelled prefetches were read")
+    scene.heal()
+    scene.require_right()
+
+
+def prefetch_before_warm_ups(scene: Scene) -> None:
+    """A prefetch does not wait for warm-ups that have not begun, be it queued as one of them itself."""
+    experts = scene.model.experts
+    experts.allocate(Layout.of(scene.path).full_bytes)
+    n_all = len(experts.layers) * experts.n_experts
+    last = (experts.layers[-1], experts.n_experts - 1)
+    scene.faults.delay_us = 5000
+    experts.warm([list(range(200 + experts.n_experts, 200, -1))] * len(experts.layers))
+    require(experts.prefetch([last]) == 1, "a queued warm-up has no slot")
+    deadline = time.monotonic() + 20
+    while last not in (resident := resident_set(experts)):
+        require(time.monotonic() < deadline, "the prefetch does not land")
+        time.sleep(0.001)
+    require(len(resident) < n_all // 4, f"{len(resident) - 1} of {n_all} warm-ups came first")
+    require(experts.prefetch([(0, 0)], Priority.WARMUP) == 1, "a warm-up has no slot")
+    settle(experts)
+    stats = experts.stats()
+    require(len(resident_set(experts)) == n_all, "warm-ups were lost")
+    require(stats.loads[Trigger.WARMUP] + stats.loads[Trigger.PREFETCH] == n_all, "an expert was read twice")
     scene.heal()
     scene.require_right()
 
@@ -279,7 +393,14 @@ _ANY_READER = (
     overwritten,
     replaced,
 )
-_BY_PREAD = (short_reads, slow_reads, no_memory)
+_BY_PREAD = (
+    one_read_error,
+    prefetches_beside_prompts,
+    short_reads,
+    slow_reads,
+    prefetch_before_warm_ups,
+    no_memory,
+)
 CASES: dict[str, Callable[[Scene], None]] = {case.__name__: case for case in (*_ANY_READER, *_BY_PREAD)}
 WAYS: list[tuple[str, Reader, Io]] = [
     *((case.__name__, "threads", "buffered") for case in _ANY_READER + _BY_PREAD),

@@ -19,6 +19,7 @@ class Faults(ctypes.Structure):
     _fields_ = (
         ("read_errno", ctypes.c_int32),
         ("n_spared", ctypes.c_int32),
+        ("n_failing", ctypes.c_int32),
         ("short_bytes", ctypes.c_int32),
         ("delay_us", ctypes.c_int32),
         ("refuse_direct", ctypes.c_int32),
@@ -27,6 +28,7 @@ class Faults(ctypes.Structure):
     )
     read_errno: int
     n_spared: int
+    n_failing: int
     short_bytes: int
     delay_us: int
     refuse_direct: int
@@ -39,13 +41,15 @@ class Faults(ctypes.Structure):
         with Path(os.environ[VARIABLE]).open("r+b") as file:
             return cls.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(cls)))
 
-    def fail_reads(self, n_spared: int = 0) -> None:
-        """Reads after the next `n_spared` fail with EIO."""
+    def fail_reads(self, n_spared: int = 0, n_failing: int = 0) -> None:
+        """Of the reads after the next `n_spared`, the first `n_failing` (0: all) fail with EIO."""
         self.n_spared = n_spared
+        self.n_failing = n_failing
         self.read_errno = errno.EIO
 
     def clear(self) -> None:
-        self.read_errno = self.n_spared = self.short_bytes = self.delay_us = 0
+        self.read_errno = self.n_spared = self.n_failing = 0
+        self.short_bytes = self.delay_us = 0
 
 
 def build_shim(folder: Path) -> Path:

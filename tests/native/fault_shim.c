@@ -22,6 +22,7 @@
 struct faults {
     int32_t read_errno;    /* reads fail with it; 0: they do not */
     int32_t n_spared;      /* this many succeed first */
+    int32_t n_failing;     /* this many fail then, and all after them succeed; 0: all fail */
     int32_t short_bytes;   /* reads return at most so much; 0: all */
     int32_t delay_us;      /* before each read */
     int32_t refuse_direct; /* files cannot be opened with O_DIRECT */
@@ -63,7 +64,11 @@ static int strikes(void) {
     if (faults->delay_us > 0) {
         usleep((useconds_t)faults->delay_us);
     }
-    if (faults->read_errno == 0 || __atomic_fetch_sub(&faults->n_spared, 1, __ATOMIC_SEQ_CST) > 0) {
+    if (faults->read_errno == 0) {
+        return 0;
+    }
+    const int32_t n_left = __atomic_fetch_sub(&faults->n_spared, 1, __ATOMIC_SEQ_CST);
+    if (n_left > 0 || (faults->n_failing > 0 && n_left <= -faults->n_failing)) {
         return 0;
     }
     __atomic_add_fetch(&faults->n_faulty, 1, __ATOMIC_SEQ_CST);

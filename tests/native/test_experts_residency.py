@@ -85,6 +85,33 @@ def test_prefetches_that_nobody_uses_are_wasted(open_model: Callable[..., Stored
     assert stats.prefetches_wasted > 0
 
 
+def test_prefetched_experts_outlive_the_next_decode(open_model: Callable[..., StoredModel]) -> None:
+    """Whoever prefetches knows more than the history, in which these experts have no place."""
+    tokens = [60, 63, 66, 69, 72]
+    model = open_model("q4_0", 0.0)
+    model.library.set_router_recording(model.context, True)
+    routes = []
+    for i, token in enumerate(tokens):
+        model.decode([token], position=i)
+        routes.append(set(lookups(model.router_ids())))
+    strangers = [(0, e) for e in range(12) if not any((0, e) in used for used in routes)][:2]
+    assert strangers, "every expert of the layer has a history"
+
+    model = open_model("q4_0", 0.0)
+    for i, token in enumerate(tokens[:-1]):
+        model.decode([token], position=i)
+    settle(model.experts)
+    assert model.experts.stats().resident_experts == model.experts.stats().capacity_experts
+    assert model.experts.prefetch(strangers) == len(strangers)
+    settle(model.experts)
+    before = model.experts.stats()
+    model.decode([tokens[-1]], position=len(tokens) - 1)
+    stats = model.experts.stats()
+    assert stats.misses[Phase.DECODE] - before.misses[Phase.DECODE] >= 3
+    assert set(strangers) <= resident_set(model.experts)
+    assert stats.prefetches_wasted == before.prefetches_wasted
+
+
 @pytest.mark.parametrize("pair", [(0, -1), (0, 12), (-1, 0), (4, 0), (99, 0)])
 def test_ids_out_of_range_are_refused_whole(
     pair: tuple[int, int], open_model: Callable[..., StoredModel]
@@ -119,6 +146,40 @@ def test_pinned_experts_survive(open_model: Callable[..., StoredModel]) -> None:
     for _ in range(3):
         churn()
     assert not pins <= resident_set(model.experts)
+
+
+def test_shrinking_keeps_pinned_experts(open_model: Callable[..., StoredModel]) -> None:
+    model = open_model("q4_0", 1.0)
+    experts = model.experts
+    experts.prefetch([(layer, expert) for layer in experts.layers for expert in range(12)], Priority.WARMUP)
+    settle(experts)
+    for i in range(30):
+        model.decode([60 + i], position=i)
+    by_use = sorted(
+        (n_used, layer, expert)
+        for layer, row in zip(experts.layers, experts.counts(), strict=True)
+        for expert, n_used in enumerate(row)
+    )
+    least_used = {(layer, expert) for _, layer, expert in by_use[:8]}
+    experts.pin(least_used)
+    assert experts.shrink(experts.floor_bytes) == experts.floor_bytes
+    assert least_used <= resident_set(experts)
+    assert experts.stats().capacity_experts == len(resident_set(experts)) == 12
+    transcribe(model)
+
+
+def test_shrinking_takes_pinned_experts_when_there_are_no_others(
+    open_model: Callable[..., StoredModel],
+) -> None:
+    model = open_model("q4_0", 1.0)
+    experts = model.experts
+    everything = [(layer, expert) for layer in experts.layers for expert in range(12)]
+    experts.prefetch(everything)
+    settle(experts)
+    experts.pin(everything)
+    assert experts.shrink(experts.floor_bytes) == experts.floor_bytes
+    assert len(resident_set(experts)) == 12
+    transcribe(model)
 
 
 # ── warm-up ─────────────────────────────────────────────────────────────────────────────────────

@@ -290,4 +290,5 @@ def test_engine_that_can_never_load_is_one_line_and_exit_code_1(tmp_path: Path) 
     assert code == 1
     (line,) = [line for line in error.splitlines() if line.startswith("s2moe: error: ")]
     assert "the model is broken; take another" in line
+    assert error.count("the model is broken") == 1
     assert "Traceback" not in error

@@ -158,6 +158,8 @@ async def test_counters_are_right_after_requests(start_server: StartServer) -> N
         ("template_error", "template"),
         ("invalid_grammar", "invalid_request"),
         ("insufficient_memory", "oom"),
+        ("model_file_error", "model_file"),
+        ("numeric_error", "numeric"),
         ("internal", "internal"),
     ],
 )

@@ -61,7 +61,7 @@ def test_other_texts_are_no_sizes(text: str) -> None:
         parse_size_bytes(text)
 
 
-@given(st.integers(0, 2**40), st.sampled_from(["", "B", "kB", "KiB", "MB", "MiB", "GiB"]))
+@given(st.integers(0, 2**20), st.sampled_from(["", "B", "kB", "KiB", "MB", "MiB", "GiB"]))
 def test_size_of_a_whole_number_is_exact(number: int, unit: str) -> None:
     scale = {"": 1, "B": 1, "kB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GiB": 2**30}[unit]
     assert parse_size_bytes(f"{number}{unit}") == number * scale
@@ -103,6 +103,8 @@ def error_of(cli: dict[str, object], config: Path | None = None) -> str:
         ("alias", "", "--alias"),
         ("memory_budget", "much", "--memory-budget"),
         ("memory_budget", "0", "--memory-budget"),
+        ("memory_budget", "999999999999999999999", "--memory-budget"),
+        ("max_body_size", "2000TiB", "--max-body-size"),
         ("io", "mmap", "--io"),
         ("reader", "uring", "--reader"),
     ],

@@ -46,6 +46,9 @@ from s2moe.engine.messages import (
 )
 
 PLAN = Plan(budget_bytes=1, lines=["half of the memory for this", "half for that"], warnings=["not much"])
+MEASURED_PLAN = Plan(
+    budget_bytes=1, lines=["most of the memory for this", "half for that"], warnings=["not much at all"]
+)
 MODEL = ModelInfo(
     architecture="llama",
     name="scripted",
@@ -110,6 +113,7 @@ class Engine:
                         )
                 elif isinstance(message, Configure):
                     say(f"configured with {message.model_path}")
+                    say(f"front end of {message.front_end_bytes} bytes")
                     self.configured.set()
                 elif isinstance(message, Generate):
                     self.running = message.request_id
@@ -153,8 +157,14 @@ class Engine:
                 self.send(LoadProgress(phase="model", fraction=percent / 100, detail="layer"))
                 time.sleep(0.05)
             self.step_age_seconds = 0.0
+        if behaviour.startswith("planned-"):
+            self.send(LoadProgress(phase="plan", fraction=1.0, plan=PLAN))
+        if behaviour == "planned-crash":
+            say("INFO s2moe.engine.model: all is well")
+            os._exit(3)
         self.pong_state = "idle"
-        self.send(Ready(model=MODEL, load_seconds=0.0, plan=PLAN if behaviour == "planned" else None))
+        plan = {"planned": PLAN, "planned-measured": MEASURED_PLAN}.get(behaviour)
+        self.send(Ready(model=MODEL, load_seconds=0.0, plan=plan))
 
     def answer(self, request: Generate) -> None:
         for action in json.loads(request.messages_json):

@@ -104,11 +104,12 @@ class Rig:
         limits: RestartLimits = PATIENT,
         oom_kill_counter: OomKillCounter | None = None,
         command: list[str] | None = None,
+        front_end_bytes: int = 0,
     ) -> None:
         self.count_file = directory / "starts"
         self.observer = RecordingObserver()
         self.supervisor = EngineSupervisor(
-            Configure(model_path="model.gguf"),
+            Configure(model_path="model.gguf", front_end_bytes=front_end_bytes),
             self.observer,
             command=command
             or [

@@ -48,6 +48,38 @@ async def test_the_memory_plan_is_logged(make_rig: MakeRig, caplog: pytest.LogCa
     assert [line for line in lines if line in plan] == plan
 
 
+async def test_a_plan_that_comes_before_the_load_is_logged_even_if_that_fails(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "s2moe")
+    rig = make_rig(starts="planned-crash,normal")
+    await rig.supervisor.start()
+    await rig.ready()
+    messages = [record.getMessage() for record in caplog.records]
+    restart = next(index for index, line in enumerate(messages) if "restarting in" in line)
+    for line in ("half of the memory for this", "half for that", "not much"):
+        assert messages.index(line) < restart
+    assert "all is well" in "\n".join(messages)
+    assert "all is well" not in messages[restart], "what went well does not explain a crash"
+
+
+async def test_after_the_load_only_what_it_changed_is_logged(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "s2moe")
+    rig = make_rig(starts="planned-measured")
+    await rig.supervisor.start()
+    await rig.ready()
+    messages = [record.getMessage() for record in caplog.records]
+    plan = [line for line in messages if "half" in line or "most" in line or "not much" in line]
+    assert plan == [
+        "half of the memory for this",
+        "half for that",
+        "not much",
+        "after the load: most of the memory for this",
+    ]
+
+
 async def test_kill_9_during_decode_is_noticed_at_once(rig: Rig) -> None:
     delays = []
     for _ in range(10):
@@ -77,6 +109,29 @@ async def test_an_idle_engine_that_is_killed_is_restarted(rig: Rig) -> None:
     assert isinstance((await rig.run("finish"))[-1], Finished)
     assert rig.n_starts == 2
     assert EngineState.LOADING not in rig.observer.states[rig.observer.states.index(EngineState.RESTARTING) :]
+
+
+async def test_a_front_end_that_grew_is_planned_with_as_of_the_first_start(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "s2moe")
+
+    def told() -> list[int]:
+        lines = (record.getMessage() for record in caplog.records)
+        return [int(line.split()[3]) for line in lines if line.startswith("front end of")]
+
+    rig = make_rig(front_end_bytes=1)
+    await rig.supervisor.start()
+    await rig.ready()
+    growth = b"x" * (64 << 20)
+    os.kill(rig.pid, signal.SIGKILL)
+    await rig.observer.until(lambda: rig.supervisor.state is EngineState.RESTARTING)
+    await rig.ready()
+    assert len(growth) > 0
+    await rig.run("finish")  # the lines of stderr come by a way of their own
+    first, second = told()
+    assert first == second
+    assert first > 1 << 20, "measured by the supervisor"
 
 
 async def test_a_queued_waiter_survives_a_restart(rig: Rig) -> None:
