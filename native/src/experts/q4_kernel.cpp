@@ -80,6 +80,30 @@ S2MOE_AVX512 inline __m512i dot(const unpacked & weights, const q8_block & vecto
     return _mm512_dpbusd_epi32(sum, weights.columns_24, eight(24));
 }
 
+// One group of 8 rows times one vector: reads memory in one straight line, which single tokens are bound by.
+S2MOE_AVX512 void multiply_group(const std::byte * group, int64_t n_blocks, const q8_block * vector, float * results) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m256 sums = _mm256_setzero_ps();
+    const auto add = [&](const std::byte * block, const q8_block & values, __m256i dots) S2MOE_AVX512 {
+        const __m256 scales = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block)));
+        sums = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(scales, _mm256_set1_ps(values.scale)), sums);
+    };
+    for (int64_t b = 0; b < n_blocks; b += 2) {
+        const bool both = b + 1 < n_blocks;
+        const std::byte * block = group + b * block_bytes;
+        const __m512i pairs_0 = dot(unpack(block), vector[b]);
+        const __m512i pairs_1 = both ? dot(unpack(block + block_bytes), vector[b + 1]) : _mm512_setzero_si512();
+        const __m512i dots = _mm512_add_epi32(_mm512_permutex2var_epi32(pairs_0, even, pairs_1),
+                                              _mm512_permutex2var_epi32(pairs_0, odd, pairs_1));
+        add(block, vector[b], _mm512_castsi512_si256(dots));
+        if (both) {
+            add(block + block_bytes, vector[b + 1], _mm512_extracti64x4_epi64(dots, 1));
+        }
+    }
+    _mm256_storeu_ps(results, sums);
+}
+
 // Two groups of 8 rows times N vectors.
 template <int N>
 S2MOE_AVX512 void multiply_groups(const std::byte * first,
@@ -91,6 +115,7 @@ S2MOE_AVX512 void multiply_groups(const std::byte * first,
                                   __mmask16 kept) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const int64_t ahead = 2 * n_blocks * block_bytes;
     __m512 sums[N];
     for (int v = 0; v < N; ++v) {
         sums[v] = _mm512_setzero_ps();
@@ -98,6 +123,11 @@ S2MOE_AVX512 void multiply_groups(const std::byte * first,
     for (int64_t b = 0; b < n_blocks; ++b) {
         const std::byte * block_0 = first + b * block_bytes;
         const std::byte * block_1 = second + b * block_bytes;
+        // the next 16 rows: these two streams are too short for the hardware to follow
+        for (int64_t line = 0; line < block_bytes; line += 64) {
+            _mm_prefetch(block_0 + ahead + line, _MM_HINT_T0);
+            _mm_prefetch(block_1 + ahead + line, _MM_HINT_T0);
+        }
         const __m256i halves =
             _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block_0))),
                                     _mm_loadu_si128(reinterpret_cast<const __m128i *>(block_1)),
@@ -139,6 +169,12 @@ S2MOE_AVX512 void multiply_q4(const std::byte * weights,
                                                         multiply_groups<7>,
                                                         multiply_groups<8>};
     const int64_t group_bytes = n_blocks * block_bytes;
+    if (n_vectors == 1) {
+        for (int64_t row = 0; row < n_rows; row += group_rows) {
+            multiply_group(weights + row / group_rows * group_bytes, n_blocks, vectors[0], results[0] + row);
+        }
+        return;
+    }
     for (int64_t row = 0; row < n_rows; row += 2 * group_rows) {
         const std::byte * first = weights + row / group_rows * group_bytes;
         const bool both = row + group_rows < n_rows;
