@@ -65,7 +65,7 @@ def test_front_end_counts_towards_the_budget(
         ready_of(
             spawn(), tiny_model_path, n_ctx=512, memory_budget_bytes=BUDGET_BYTES, front_end_bytes=front_end
         ).plan
-        for front_end in (0, 1)
+        for front_end in (0, resident_bytes())
     )
     assert alone is not None
     assert beside is not None
@@ -78,7 +78,12 @@ def test_slots_make_room_when_the_front_end_grows(
 ) -> None:
     engine = spawn()
     budget_bytes = resident_bytes() + BUDGET_BYTES
-    ready_of(*(engine, tiny_model_path), n_ctx=1024, memory_budget_bytes=budget_bytes, front_end_bytes=1)
+    ready_of(
+        *(engine, tiny_model_path),
+        n_ctx=1024,
+        memory_budget_bytes=budget_bytes,
+        front_end_bytes=resident_bytes(),
+    )
     chat = Chat(engine)
     chat.ask(("user", "Tell me a story about the sea. " * 20), max_tokens=8)
     used_bytes = resident_bytes() + resident_bytes(engine.process.pid)
