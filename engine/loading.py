@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,9 +110,7 @@ class Loader:
     def plan(self, experts: Experts | None) -> MemoryPlan:
         """What loading would take, without loading anything. Raises EngineStartError, but not for a budget
         that is too small or too large: MemoryPlan.check() and check_supply() do."""
-        layout = self._read_layout()
         with self._simulated_model(experts) as handle:
-            self._check_kv_size(handle)
             n_batch = min(self._n_batch, self._n_ctx(handle))
             memory = self._simulated_memory(handle, n_batch)
             footprint = self._measure()
@@ -121,7 +120,7 @@ class Loader:
                 while (smaller := min(batches)) > MIN_BATCH_TOKENS:
                     batches[smaller // 2] = self._simulated_memory(handle, smaller // 2).compute_bytes
             return MemoryPlan(
-                layout=layout,
+                layout=self._layout,
                 budget=self._budget(),
                 needs=Needs(
                     front_end_bytes=footprint.front_end_bytes,
@@ -139,7 +138,7 @@ class Loader:
 
     def open_experts(self) -> Experts | None:
         """None for a dense model. Raises EngineStartError."""
-        if not self._read_layout().n_expert:
+        if not self._layout.n_expert:
             return None
         configure = self._configure
         try:
@@ -243,7 +242,8 @@ class Loader:
         n_ctx_train: int = self._llama_cpp.llama_model_n_ctx_train(handle)
         return self._configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
 
-    def _read_layout(self) -> ModelLayout:
+    @cached_property
+    def _layout(self) -> ModelLayout:
         try:
             return ModelLayout.from_json(model_layout(self._library, self._path))
         except NativeError as error:

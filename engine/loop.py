@@ -25,7 +25,6 @@ from s2moe.engine.memory import available_bytes, resident_bytes, total_bytes
 from s2moe.engine.memory_guard import SHRINK_CACHE
 from s2moe.engine.model import Model
 from s2moe.engine.native import LibraryNotFoundError, NativeError
-from s2moe.engine.native_experts import model_layout
 from s2moe.engine.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
@@ -326,7 +325,7 @@ class Engine:
 def _prepare_warm_start(model: Model, configure: wire.Configure) -> WarmStart | None:
     """Raises EngineStartError when --hot-experts cannot be used."""
     if model.experts is not None:
-        identity = ModelIdentity.of_layout(model_layout(model.library, configure.model_path))
+        identity = ModelIdentity.of_layout(model.experts.layout)
         fits = model.plan is not None and model.plan.all_resident
         return WarmStart(model.experts, identity, configure, every_expert_fits=fits)
     if configure.hot_experts_path is not None:

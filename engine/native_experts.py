@@ -226,7 +226,9 @@ class Experts(_Handle):
             str(path).encode(), json.dumps(options).encode(), byref(status)
         )
         super().__init__(library, handle, Status(status.value))
-        layers = model_layout(library, path)["layers"]
+        self.layout: dict[str, Any] = model_layout(library, path)
+        """What the headers said when the store was opened."""
+        layers = self.layout["layers"]
         self.layers: tuple[int, ...] = tuple(layer["layer"] for layer in layers)
         """The model's numbers of the layers that have experts, in the layout's order."""
         self._n_experts_of: dict[int, int] = {layer["layer"]: layer["n_expert"] for layer in layers}

@@ -149,21 +149,7 @@ def _add_inspect(commands: Any) -> None:
     inspect.add_argument(
         "model", type=Path, metavar="MODEL", help="GGUF file, or the first one of a split model"
     )
-    inspect.add_argument(
-        "--memory-budget",
-        type=_budget,
-        default=AUTO_BUDGET,
-        metavar="SIZE",
-        help="memory for everything, in bytes or as 1500MiB (default: what there is, less a reserve)",
-    )
-    inspect.add_argument(
-        "--ctx",
-        "--ctx-size",
-        type=_not_negative,
-        default=0,
-        metavar="N",
-        help="context length in tokens; 0 = the model's own, at most 8192 (default)",
-    )
+    _add_plan_options(inspect, "--ctx", "--ctx-size")
     inspect.add_argument(
         "--batch-size",
         type=_not_negative,
@@ -204,15 +190,20 @@ def _add_profile(commands: Any) -> None:
         metavar="N",
         help=f"tokens to generate per prompt, at most (default {PROFILE_TOKENS})",
     )
-    profile.add_argument(
+    _add_plan_options(profile, "--ctx-size")
+
+
+def _add_plan_options(parser: argparse.ArgumentParser, *context_flags: str) -> None:
+    """What the memory plan of a command depends on, beside the model."""
+    parser.add_argument(
         "--memory-budget",
         type=_budget,
         default=AUTO_BUDGET,
         metavar="SIZE",
         help="memory for everything, in bytes or as 1500MiB (default: what there is, less a reserve)",
     )
-    profile.add_argument(
-        "--ctx-size",
+    parser.add_argument(
+        *context_flags,
         type=_not_negative,
         default=0,
         metavar="N",

@@ -2,10 +2,13 @@
 
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "llama.h"
@@ -28,6 +31,36 @@ inline const char * test_model_path() {
     }
     return path;
 }
+
+// Another thread that throws a switch at any moment and takes it back, until end().
+class abort_storm {
+  public:
+    explicit abort_storm(s2moe_abort * abort)
+        : thread([this, abort] {
+              while (!done) {
+                  s2moe_abort_request(abort);
+                  std::this_thread::sleep_for(std::chrono::microseconds(300));
+                  s2moe_abort_clear(abort);
+                  std::this_thread::sleep_for(std::chrono::microseconds(200));
+              }
+          }) {
+    }
+    ~abort_storm() {
+        end();
+    }
+
+    // The switch is cleared then.
+    void end() {
+        done = true;
+        if (thread.joinable()) {
+            thread.join();
+        }
+    }
+
+  private:
+    std::atomic<bool> done = false;
+    std::thread thread;
+};
 
 struct test_model {
     std::unique_ptr<llama_model, void (*)(llama_model *)> model{nullptr, llama_model_free};

@@ -1,9 +1,5 @@
 // s2moe_decode: all or nothing, and abortable from another thread.
 
-#include <atomic>
-#include <chrono>
-#include <thread>
-
 #include "check.h"
 
 namespace {
@@ -53,15 +49,7 @@ void test_abort_keeps_the_cache_and_the_text() {
     s2moe_abort_clear(abort);
 
     // thrown by another thread at any moment of many decodes
-    std::atomic<bool> done = false;
-    std::thread thrower([&] {
-        while (!done) {
-            s2moe_abort_request(abort);
-            std::this_thread::sleep_for(std::chrono::microseconds(300));
-            s2moe_abort_clear(abort);
-            std::this_thread::sleep_for(std::chrono::microseconds(200));
-        }
-    });
+    abort_storm storm(abort);
     int n_aborted = 0;
     for (int i = 0; i < 300; ++i) {
         const int32_t status = s2moe_decode(m.ctx.get(), tokens.data(), 8, 64, false);
@@ -70,8 +58,7 @@ void test_abort_keeps_the_cache_and_the_text() {
         CHECK(last_position(m) == (status == S2MOE_OK ? 71 : 63));
         CHECK(llama_memory_seq_rm(llama_get_memory(m.ctx.get()), 0, 64, -1));
     }
-    done = true;
-    thrower.join();
+    storm.end();
     CHECK(n_aborted > 0);
     s2moe_abort_clear(abort);
     CHECK(s2moe_decode(m.ctx.get(), tokens.data(), 8, 64, false) == S2MOE_OK);

@@ -248,15 +248,7 @@ void test_abort() {
     const auto expected = transcript(m);
     const auto tokens = m.tokens(32);
     s2moe_abort * abort = s2moe_abort_create(m.ctx.get());
-    std::atomic<bool> done = false;
-    std::thread thrower([&] {
-        while (!done) {
-            s2moe_abort_request(abort);
-            std::this_thread::sleep_for(std::chrono::microseconds(300));
-            s2moe_abort_clear(abort);
-            std::this_thread::sleep_for(std::chrono::microseconds(200));
-        }
-    });
+    abort_storm storm(abort);
     int n_aborted = 0;
     for (int i = 0; i < 100; ++i) {
         m.clear();
@@ -264,8 +256,7 @@ void test_abort() {
         CHECK(status == S2MOE_OK || status == S2MOE_ERROR_ABORTED);
         n_aborted += status == S2MOE_ERROR_ABORTED;
     }
-    done = true;
-    thrower.join();
+    storm.end();
     CHECK(n_aborted > 0);
     s2moe_abort_clear(abort);
     CHECK(transcript(m) == expected);

@@ -720,6 +720,19 @@ void expert_cache::begin_pass(int layer_index,
     }
     const auto phase = current.prefill ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
     const auto first = static_cast<uint32_t>(layer_index * n_expert);
+    // of an expert that is in a slot or on its way
+    const auto claim = [&](entry & wanted) {
+        slot & found = slots[wanted.slot];
+        found.in_pass = true;
+        current.slots.push_back(wanted.slot);
+        const bool whole = found.n_missing == 0;
+        if (wanted.prefetched) {
+            ++(whole ? totals.prefetches_used : totals.prefetches_late);
+        }
+        ++(whole && !wanted.prefetched ? totals.hits : totals.prefetched)[phase];
+        ++current.trace.n_hits;
+        wanted.prefetched = false;
+    };
     std::vector<uint32_t> missing;
     // all that is there is claimed before anything is evicted
     for (size_t expert = 0; expert < n_rows.size(); ++expert) {
@@ -748,29 +761,14 @@ void expert_cache::begin_pass(int layer_index,
             missing.push_back(index);
             continue;
         }
-        slot & found = slots[wanted.slot];
-        found.in_pass = true;
-        current.slots.push_back(wanted.slot);
-        const bool whole = found.n_missing == 0;
-        if (wanted.prefetched) {
-            ++(whole ? totals.prefetches_used : totals.prefetches_late);
-        }
-        ++(whole && !wanted.prefetched ? totals.hits : totals.prefetched)[phase];
-        ++current.trace.n_hits;
-        wanted.prefetched = false;
+        claim(wanted);
     }
     const int slot_class = layout.layers[layer_index].slot_class;
     for (const uint32_t index : missing) {
-        uint32_t s = demand_slot(slot_class, lock);
+        const uint32_t s = demand_slot(slot_class, lock);
         if (entries[index].slot != no_slot && s != no_slot) {
-            // somebody prefetched it while the mutex was free
             pools[slot_class].free.push_back(s);
-            s = entries[index].slot;
-            slots[s].in_pass = true;
-            current.slots.push_back(s);
-            entries[index].prefetched = false;
-            ++totals.prefetched[phase];
-            ++current.trace.n_hits;
+            claim(entries[index]); // somebody prefetched it while the mutex was free
             continue;
         }
         if (s == no_slot) {

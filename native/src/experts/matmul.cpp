@@ -226,10 +226,15 @@ void expert_matrix::zero(
     }
 }
 
+// The quantised vector of a row, as quantize_rows() laid them out.
+const std::byte * expert_matrix::activation(const ggml_tensor * op, const work & work, const row & row) const {
+    const int64_t ne11 = op->src[1]->ne[1];
+    return work.activations + (row.used % ne11 + row.token * ne11) * activation_bytes;
+}
+
 void expert_matrix::multiply_rows(
     ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const {
     const auto vec_dot = ggml_get_type_traits_cpu(type)->vec_dot;
-    const int64_t ne11 = op->src[1]->ne[1];
     const row * rows = work.rows + work.row_begins[expert.expert];
     // several vectors: block by block of weights, so that each is fetched from memory once
     const int64_t step = expert.n_rows > 1 ? block_rows : end - begin;
@@ -237,8 +242,7 @@ void expert_matrix::multiply_rows(
         const int64_t stop = std::min(i + step, end);
         const std::byte * weights = expert.data + i * row_bytes;
         for (int r = 0; r < expert.n_rows; ++r) {
-            const std::byte * vector =
-                work.activations + (rows[r].used % ne11 + rows[r].token * ne11) * activation_bytes;
+            const std::byte * vector = activation(op, work, rows[r]);
             float * result = result_row(op, rows[r].used, rows[r].token) + i;
             if (packed) {
                 kernels.gemv(
@@ -258,11 +262,9 @@ void expert_matrix::multiply_vectors(
     thread_local std::vector<float *> results;
     vectors.clear();
     results.clear();
-    const int64_t ne11 = op->src[1]->ne[1];
     const row * rows = work.rows + work.row_begins[expert.expert];
     for (int r = 0; r < expert.n_rows; ++r) {
-        const std::byte * vector = work.activations + (rows[r].used % ne11 + rows[r].token * ne11) * activation_bytes;
-        vectors.push_back(reinterpret_cast<const q8_block *>(vector));
+        vectors.push_back(reinterpret_cast<const q8_block *>(activation(op, work, rows[r])));
         results.push_back(result_row(op, rows[r].used, rows[r].token) + begin);
     }
     multiply_q4(expert.data + begin * row_bytes,

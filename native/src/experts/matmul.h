@@ -27,6 +27,7 @@ class expert_matrix final : public ggml::cpu::tensor_traits {
     void group_rows(const ggml_tensor * op, const work & work) const;
     void quantize_rows(const ggml_compute_params * params, const ggml_tensor * op, const work & work) const;
     void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * op, const work & work) const;
+    const std::byte * activation(const ggml_tensor * op, const work & work, const row & row) const;
     void multiply(const ggml_compute_params * params, ggml_tensor * op, const work & work) const;
     void
     multiply_chunk(ggml_tensor * op, const work & work, const op_expert & expert, int64_t begin, int64_t end) const;
