@@ -61,7 +61,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP_INSTALL) --editable '.[dev]' --config-settings=wheel.cmake=false || $(PIP_FAILED)
 	touch $@
 
-CPP_FILES = $(wildcard native/include/*.h native/llama/*.h native/llama/*.cpp native/src/*.h native/src/*.cpp native/tests/*.h native/tests/*.cpp)
+CPP_FILES = $(foreach folder,include llama ggml src src/experts tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp))
 
 # mypy finds the packages under their import names through a folder of links
 check: $(STAMPS)/dev
