@@ -47,6 +47,26 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
 # ── front end → engine ──────────────────────────────────────────────────────────────────────────
 
 
+class Speculation(Message, frozen=True, tag=True):
+    """How drafts are made and verified. None = the server's setting, and there the method's default. Names,
+    ranges and meanings are those of s2moe_speculator_begin() in s2moe.h."""
+
+    method: str | None = None
+    """`s2moe`, `expert-skip`, `cascade` or `off`."""
+    preset: str | None = None
+    """`exact`, `balanced` or `fast`."""
+    exact: bool | None = None
+    draft_experts: int | None = None
+    max_nodes: int | None = None
+    reuse_strength: float | None = None
+    reuse_cap: int | None = None
+    error_budget: float | None = None
+    single_token_bias: bool | None = None
+    adaptive: bool | None = None
+    reuse_gating: bool | None = None
+    shared_context: bool | None = None
+
+
 class Configure(Message, frozen=True, tag=True):
     """Load this model. Sent once, after Hello."""
 
@@ -75,6 +95,8 @@ class Configure(Message, frozen=True, tag=True):
     """`auto`, `io_uring` or `threads`."""
     expert_trace_path: str | None = None
     """Where to write one line of JSON per layer of each decode."""
+    speculation: Speculation = Speculation()
+    """What requests get that do not say otherwise."""
 
 
 class Sampling(Message, frozen=True, tag=True):
@@ -107,6 +129,8 @@ class Generate(Message, frozen=True, tag=True):
     """Upper bound on generated tokens; None = until the context is full."""
     stop: list[str] = []
     """Non-empty strings that end the answer; the one that ends first wins and is not returned."""
+    speculation: Speculation = Speculation()
+    """What differs from the server's setting."""
 
 
 class Abort(Message, frozen=True, tag=True):
@@ -166,6 +190,11 @@ class ModelInfo(Message, frozen=True, tag=True):
     """`b<build>-<commit>` of llama.cpp plus the patch revision."""
     longest_piece_bytes: int = 0
     """Of the text that one token stands for; 0 = not known."""
+    speculation_method: str = "off"
+    """What requests get by default; `off` also where the model cannot be drafted for."""
+    speculation_preset: str = ""
+    speculation_limit: str = ""
+    """Why drafts are not possible, or only in part; empty if they are."""
 
 
 class Plan(Message, frozen=True, tag=True):
@@ -246,6 +275,73 @@ class ExpertUse(Message, frozen=True, tag=True):
     """Time that computing waited for reads."""
 
 
+class CostFit(Message, frozen=True, tag=True):
+    """How well a cost model predicts the seconds of an evaluation: of the last 256."""
+
+    r2: float = 0.0
+    mape: float = 0.0
+    """Mean absolute percentage error, 0 … 1."""
+    n: int = 0
+    """Evaluations that it was fitted to."""
+
+
+class SpeculationReport(Message, frozen=True, tag=True):
+    """What speculation did in one request. Counts are of steps of the target, drafts (nodes of their trees),
+    rows (tokens of a batch) or experts of a layer."""
+
+    method: str = "off"
+    """What was used: `off` also where the model or an error forbids more."""
+    preset: str = ""
+    disabled_reason: str = ""
+    """Why nothing was drafted: `unsupported`, `error`, `context_full`; empty: it was allowed."""
+    n_steps: int = 0
+    n_iterations: int = 0
+    """Steps that verified at least one draft."""
+    n_tokens: int = 0
+    n_drafted: int = 0
+    n_admitted: int = 0
+    n_accepted: int = 0
+    admitted_by_depth: list[int] = []
+    accepted_by_depth: list[int] = []
+    acceptance_lengths: list[int] = []
+    """Iterations by number of accepted drafts, from 0."""
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    n_experts_touched: int = 0
+    n_experts_exact: int = 0
+    """What the exact router would have touched."""
+    n_row_experts: int = 0
+    n_touched_multi: int = 0
+    n_exact_multi: int = 0
+    """The two above over evaluations of several rows only: divided by n_row_experts they are reuse ratios."""
+    n_missing: int = 0
+    n_missing_exact: int = 0
+    displaced_weight: float = 0.0
+    n_token_layers: int = 0
+    error_budget: float = 0.0
+    n_committed_rows: int = 0
+    n_biased_rows: int = 0
+    routing_hits: int = 0
+    routing_misses: int = 0
+    routing_extra: int = 0
+    confidence: list[tuple[int, int]] = []
+    """[10] drafts verified and accepted, by tenth of predicted confidence."""
+    confidence_by_depth: list[tuple[int, int]] = []
+    n_graph_builds: int = 0
+    controller_state: str = "off"
+    """`drafting`, `paused`, `probing` or `off`."""
+    n_pauses: int = 0
+    n_probes: int = 0
+    draft_length: float = 0.0
+    """Mean drafts admitted per iteration lately."""
+    verify_fit: CostFit = CostFit()
+    draft_fit: CostFit = CostFit()
+    single_seconds: float = 0.0
+    """Expected time of a single-token evaluation."""
+
+
 class Timings(Message, frozen=True, tag=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -253,6 +349,8 @@ class Timings(Message, frozen=True, tag=True):
     prefill_experts: ExpertUse | None = None
     """None: the model has no expert cache."""
     decode_experts: ExpertUse | None = None
+    speculation: SpeculationReport | None = None
+    """None: the request was served without a speculator."""
 
 
 class Finished(Message, frozen=True, tag=True):

@@ -1,4 +1,5 @@
-// The patch's door into ggml-cpu's repacked layouts: which kernels it would use for a matrix.
+// The patch's doors into ggml-cpu: which kernels it would use for a matrix in a repacked layout, and whether small
+// batches are computed row by row.
 //
 // In a repacked layout n_interleaved rows of the matrix lie interwoven in one group, groups one after the other, and
 // the whole takes as many bytes as before.
@@ -26,3 +27,13 @@ struct s2moe_repack_kernels {
 
 // Fills *kernels and returns true when ggml-cpu has a repacked layout for matrices like t on this machine. Thread-safe.
 bool s2moe_find_repack_kernels(const ggml_tensor * t, s2moe_repack_kernels * kernels);
+
+// Batches of up to so many rows are computed as each row alone would be; 0: as ggml likes it best, which rounds
+// differently from four rows on, and for a single row against a KV cache of 512 cells or more. Set it before the first
+// graph is computed.
+extern int32_t s2moe_invariant_rows;
+
+// Rows of a batch of n_rows that may be multiplied by fours.
+inline int64_t s2moe_tiled_rows(int64_t n_rows) {
+    return n_rows <= s2moe_invariant_rows ? 0 : n_rows - n_rows % 4;
+}

@@ -40,7 +40,7 @@ struct llama_model;
 struct llama_context;
 
 /* Raised by any change that breaks a caller compiled against the header before. */
-#define S2MOE_ABI_VERSION 2
+#define S2MOE_ABI_VERSION 3
 
 enum s2moe_status {
     S2MOE_OK = 0,
@@ -442,6 +442,132 @@ S2MOE_API int32_t s2moe_sampler_accept_prompt(s2moe_sampler * sampler, const int
 
 /* The seed in use. */
 S2MOE_API uint32_t s2moe_sampler_seed(const s2moe_sampler * sampler);
+
+/* ── speculative decoding ──────────────────────────────────────────────────────────────────────────────── */
+
+/*
+ * S²-MoE: the model drafts for itself with fewer experts on its own KV cache, and verifies the drafts in one batch.
+ *
+ * A speculator belongs to one context, whose sequences 0 .. n_seq_max-1 are its own: create the context with
+ * kv_unified and n_seq_max = S2MOE_N_DRAFT_SEQUENCES (1 is enough for a model that cannot be drafted for, see
+ * s2moe_speculator_limits()). Sequence 0 holds the conversation. Between two calls the KV cache holds exactly the
+ * committed tokens.
+ *
+ *   s2moe_speculator * speculator = s2moe_speculator_create(ctx, NULL, state_json, &status);
+ *   prefill with s2moe_decode(); sample the first token
+ *   s2moe_speculator_begin(speculator, options_json);
+ *   while the answer is not complete:
+ *       s2moe_speculator_step(speculator, sampler, token, position, n_max, tokens, &n);
+ *       position += n; token = tokens[n - 1];
+ *   s2moe_speculator_report(speculator, &report_json);
+ *
+ * Threads: as the context. No function here may run beside a decode of the context.
+ */
+typedef struct s2moe_speculator s2moe_speculator;
+
+#define S2MOE_N_DRAFT_SEQUENCES 8 /* leaves of a tree of drafts */
+#define S2MOE_N_VERIFY_ROWS 8     /* the root and its drafts: widths that every CPU kernel computes as a single row */
+
+/*
+ * Makes CPU kernels compute each row of a batch of up to n_rows rows exactly as they compute it alone; 0 (the
+ * default) leaves llama.cpp's choice. Concerns the whole process; call it before the first context is created.
+ * [any thread]
+ */
+S2MOE_API void s2moe_set_batch_invariance(int32_t n_rows);
+
+/* What can be drafted for a model, as JSON: { "method": "s2moe" or "off", "width": true where several drafts may
+ * follow one token, "reason": why not more, "" if all }. Works for models loaded with no_alloc. [any thread] */
+S2MOE_API int32_t s2moe_speculator_limits(const struct llama_model * model, char ** limits_json);
+
+/*
+ *   draft_ctx    a second context of the same model for drafts that do not share the KV cache, created like ctx with
+ *                one sequence; NULL: such drafts are refused by s2moe_speculator_begin(). The speculator does not own
+ *                it; it must outlive the speculator.
+ *   state_json   what s2moe_speculator_state() returned in an earlier run of the same model, hardware and budget;
+ *                NULL or text of another version: costs and confidences are learnt from the first drafts on
+ *   last_status  if not NULL: S2MOE_ERROR_INVALID (the context has too few sequences), S2MOE_ERROR_NO_MEMORY
+ */
+S2MOE_API s2moe_speculator * s2moe_speculator_create(struct llama_context * ctx,
+                                                     struct llama_context * draft_ctx,
+                                                     const char * state_json,
+                                                     int32_t * last_status);
+S2MOE_API void s2moe_speculator_free(s2moe_speculator * speculator);
+
+/*
+ * Begins an answer: counters of the response and its error budget start at zero.
+ *
+ *   options_json  every key is optional:
+ *     "method"            "s2moe" (default), "expert-skip", "cascade", or "off": one token per step
+ *     "preset"            "exact", "balanced" (default), "fast": values for the five keys below it
+ *     "error_budget"      0 <= float <= 1: displaced mixing weight per token and layer
+ *     "reuse_strength"    0 <= float <= 10: of the bias towards experts in use; 0 = none
+ *     "residency_weight"  0 <= float <= 10: the share mu of residency in what counts as in use
+ *     "single_token_bias" bool: bias single-token decodes and the root, too, towards resident experts
+ *     "reuse_cap"         0 or k <= int: experts of a layer that count as in use; 0 = 2 k
+ *     "exact"             bool: true = the preset "exact" whatever else is said
+ *     "draft_experts"     0 <= int <= k; 0 = max(1, k / 4)
+ *     "max_nodes"         1 <= int < S2MOE_N_VERIFY_ROWS: drafts per step
+ *     "adaptive"          bool: false = a fixed tree of depth 4 and width 2 at the first level, and no pauses
+ *     "reuse_gating"      bool: false = error_budget 0
+ *     "shared_context"    bool: false = drafts have a KV cache of their own
+ *     "prefetch"          bool: false = predicted experts are not read ahead
+ *
+ * Errors: S2MOE_ERROR_INVALID (the message begins with the key), S2MOE_ERROR_UNSUPPORTED (the model cannot be drafted
+ * for and "method" is not "off", or there is no draft context).
+ */
+S2MOE_API int32_t s2moe_speculator_begin(s2moe_speculator * speculator, const char * options_json);
+
+/* Tells which tokens the KV cache holds, [n_tokens] from position 0 on: after begin(), and only needed where drafts have
+ * a context of their own ("method" "expert-skip", or "shared_context" false), which then evaluates them too. */
+S2MOE_API int32_t s2moe_speculator_feed(s2moe_speculator * speculator, const int32_t * tokens, int32_t n_tokens);
+
+/*
+ * One step: drafts, if that pays, evaluates `root` and the drafts with all experts, and chooses the next tokens.
+ *
+ *   sampler    chooses them, in order; NULL: see s2moe_speculator_follow()
+ *   root       the last token, not yet in the KV cache, at `position`; the cache holds 0 .. position-1 of sequence 0
+ *   n_max      tokens wanted at most, >= 1: near the end of an answer drafts shrink
+ *   tokens     receives *n_tokens tokens, 1 <= *n_tokens <= min(n_max, S2MOE_N_VERIFY_ROWS): accepted drafts, then one
+ *              that is not evaluated yet, the root of the next step. Ends early after a token that ends generation.
+ *
+ * The KV cache then holds positions 0 .. position + *n_tokens - 1: root and accepted drafts. On error it holds what it
+ * held before, and the sampler has accepted nothing. A failure inside drafting is no error: the response goes on
+ * without drafts, and its report says so. Errors: as s2moe_decode(), and S2MOE_ERROR_INVALID before begin().
+ */
+S2MOE_API int32_t s2moe_speculator_step(s2moe_speculator * speculator,
+                                        s2moe_sampler * sampler,
+                                        int32_t root,
+                                        int32_t position,
+                                        int32_t n_max,
+                                        int32_t * tokens,
+                                        int32_t * n_tokens);
+
+/* The same along a given text: text[i] is the token at position + 1 + i, and is chosen whatever the logits say.
+ * 1 <= n_text. Tells what drafting and gating do along exact text. */
+S2MOE_API int32_t s2moe_speculator_follow(s2moe_speculator * speculator,
+                                          int32_t root,
+                                          int32_t position,
+                                          const int32_t * text,
+                                          int32_t n_text,
+                                          int32_t * n_tokens);
+
+struct s2moe_committed_row {
+    int32_t logits_index; /* of llama_get_logits_ith() until the next decode */
+    int32_t depth;        /* 0: the root */
+    int32_t n_biased;     /* layers whose choice of experts was changed by gating */
+};
+
+/* The rows that the last step committed: root first, *n_tokens of them. Owned by the speculator until its next step. */
+S2MOE_API int32_t s2moe_speculator_rows(const s2moe_speculator * speculator,
+                                        const struct s2moe_committed_row ** rows,
+                                        int32_t * n_rows);
+
+/* What the response has done so far, as a JSON object; docs/speculation.md explains each key. Works at any time after
+ * begin(). */
+S2MOE_API int32_t s2moe_speculator_report(const s2moe_speculator * speculator, char ** report_json);
+
+/* What was learnt about costs and confidences, as JSON to keep for the next run. */
+S2MOE_API int32_t s2moe_speculator_state(const s2moe_speculator * speculator, char ** state_json);
 
 /* ── chat templates and answers ────────────────────────────────────────────────────────────────────────── */
 

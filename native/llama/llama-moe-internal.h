@@ -12,6 +12,7 @@
 
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "llama-moe.h"
 
 struct llama_hparams;
 struct llama_ubatch;
@@ -19,9 +20,12 @@ struct llama_ubatch;
 struct llama_moe_params {
     int32_t n_expert_used = 0; // 0: the model's own
     bool record = false;
+    ggml_custom_op_t gate = nullptr;              // null: the router's scores choose
+    llama_moe_gate_layer * gate_layers = nullptr; // [n_layer]
 
     bool operator==(const llama_moe_params & other) const {
-        return n_expert_used == other.n_expert_used && record == other.record;
+        return n_expert_used == other.n_expert_used && record == other.record && gate == other.gate &&
+               gate_layers == other.gate_layers;
     }
 
     int64_t resolve(int64_t n_expert_used_model) const {
@@ -79,6 +83,16 @@ class llama_moe_readback {
     std::vector<int32_t> ids;
     std::vector<chunk> chunks;
 };
+
+// The scores that choose experts, after the gate: F32 like `scores`, [n_expert, n_tokens].
+ggml_tensor * llama_moe_build_gate(ggml_context * ctx,
+                                   const llama_moe_params & params,
+                                   ggml_tensor * scores,
+                                   ggml_tensor * probs,
+                                   int gating, // llama_expert_gating_func_type
+                                   bool scores_are_shifted,
+                                   int64_t k,
+                                   int il);
 
 // Whether an expert store holds the tensor's data, so that the loader has nothing to read.
 bool llama_moe_is_stored(const ggml_tensor * tensor);

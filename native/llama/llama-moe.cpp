@@ -3,6 +3,8 @@
 #include <string>
 
 #include "llama-context.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
 #include "llama-model.h"
 #include "llama-moe-internal.h"
 
@@ -97,7 +99,30 @@ const int32_t * llama_moe_readback::get() {
     return ids.data();
 }
 
-// Reaches the private members of llama_context that the extension needs; its only friend.
+ggml_tensor * llama_moe_build_gate(ggml_context * ctx,
+                                   const llama_moe_params & params,
+                                   ggml_tensor * scores,
+                                   ggml_tensor * probs,
+                                   int gating,
+                                   bool scores_are_shifted,
+                                   int64_t k,
+                                   int il) {
+    llama_moe_gate_layer & layer = params.gate_layers[il];
+    layer.k = static_cast<int32_t>(k);
+    layer.scores = (gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX && !scores_are_shifted ? LLAMA_MOE_SCORES_LOG : 0) |
+                   (gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT ? LLAMA_MOE_WEIGHTS_EXP : 0);
+    ggml_tensor * sources[] = {scores, probs};
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, scores->ne[0], scores->ne[1], 1, 1, sources, 2, params.gate, 1, &layer);
+}
+
+struct llama_moe_graphs {
+    ggml_backend_sched_ptr sched;
+    std::array<llm_graph_result_ptr, 2> results;
+    llm_graph_result * active = nullptr;
+    std::vector<ggml_backend_t> backends;
+};
+
+// Reaches the private members of llama_context and llama_kv_cache that the extension needs; their only friend.
 struct llama_moe_access {
     static llama_moe_params & params(llama_context & ctx) {
         return ctx.cparams.moe;
@@ -108,7 +133,103 @@ struct llama_moe_access {
     static int32_t n_reused(const llama_context & ctx) {
         return ctx.n_reused;
     }
+    static std::unique_ptr<llama_moe_graphs> create_graphs(llama_context & ctx);
+    static void swap_graphs(llama_context & ctx, llama_moe_graphs & graphs);
+    static std::vector<llama_kv_cache *> caches(llama_context & ctx);
+    static bool is_unified(const llama_kv_cache & cache) {
+        return cache.n_stream == 1 && cache.other == nullptr;
+    }
+    static void order_cells(llama_kv_cache & cache, llama_pos begin, const std::vector<uint32_t> & cells);
+    static std::vector<uint32_t> cells_from(const llama_kv_cache & cache, llama_pos begin);
 };
+
+std::unique_ptr<llama_moe_graphs> llama_moe_access::create_graphs(llama_context & ctx) {
+    auto graphs = std::make_unique<llama_moe_graphs>();
+    graphs->backends = ctx.backend_ptrs;
+    graphs->sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(),
+                                               ctx.backend_buft.data(),
+                                               static_cast<int>(ctx.backend_ptrs.size()),
+                                               ctx.get_gf_res_reserve()->get_max_nodes(),
+                                               false,
+                                               ctx.cparams.op_offload));
+    return graphs;
+}
+
+void llama_moe_access::swap_graphs(llama_context & ctx, llama_moe_graphs & graphs) {
+    ctx.synchronize();
+    std::swap(ctx.sched, graphs.sched);
+    std::swap(ctx.gf_res_prev, graphs.results);
+    std::swap(ctx.gf_res_prev_active, graphs.active);
+}
+
+// The caches that hold the context's keys and values; empty for a kind that cannot be cut at will.
+std::vector<llama_kv_cache *> llama_moe_access::caches(llama_context & ctx) {
+    llama_memory_i * memory = ctx.get_memory();
+    if (auto * cache = dynamic_cast<llama_kv_cache *>(memory)) {
+        return {cache};
+    }
+    if (auto * cache = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return {cache->get_base(), cache->get_swa()};
+    }
+    return {};
+}
+
+// Cells of any sequence at position `begin` or later, by index.
+std::vector<uint32_t> llama_moe_access::cells_from(const llama_kv_cache & cache, llama_pos begin) {
+    const llama_kv_cells & cells = cache.v_cells[0];
+    std::vector<uint32_t> result;
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        if (!cells.is_empty(i) && cells.pos_get(i) >= begin) {
+            result.push_back(i);
+        }
+    }
+    return result;
+}
+
+// Moves what sequence 0 has from position `begin` on to the first of `cells`, in the order of positions.
+void llama_moe_access::order_cells(llama_kv_cache & cache, llama_pos begin, const std::vector<uint32_t> & cells) {
+    llama_kv_cells & meta = cache.v_cells[0];
+    std::vector<uint32_t> from;
+    const auto & positions = meta.seq_pos_get(0);
+    for (auto it = positions.lower_bound({begin, 0}); it != positions.end(); ++it) {
+        from.push_back(it->second);
+    }
+    const std::vector<uint32_t> to(cells.begin(), cells.begin() + static_cast<int64_t>(from.size()));
+    if (from == to) {
+        return;
+    }
+    std::vector<char> rows;
+    const auto move_rows = [&](ggml_tensor * tensor, size_t offset, size_t stride, size_t n_bytes) {
+        rows.resize(from.size() * n_bytes);
+        for (size_t i = 0; i < from.size(); ++i) {
+            ggml_backend_tensor_get(tensor, rows.data() + i * n_bytes, offset + from[i] * stride, n_bytes);
+        }
+        for (size_t i = 0; i < to.size(); ++i) {
+            ggml_backend_tensor_set(tensor, rows.data() + i * n_bytes, offset + to[i] * stride, n_bytes);
+        }
+    };
+    for (const auto & layer : cache.layers) {
+        move_rows(layer.k, 0, layer.k->nb[1], layer.k->nb[1]);
+        if (layer.v == nullptr) {
+            continue;
+        }
+        if (!cache.v_trans) {
+            move_rows(layer.v, 0, layer.v->nb[1], layer.v->nb[1]);
+            continue;
+        }
+        const size_t value_bytes = ggml_element_size(layer.v);
+        const auto n_cells = static_cast<size_t>(meta.size());
+        for (int64_t j = 0; j < layer.v->ne[0]; ++j) {
+            move_rows(layer.v, j * n_cells * value_bytes, value_bytes, value_bytes);
+        }
+    }
+    const llama_kv_cells moved = meta.cp(from);
+    for (const uint32_t i : from) {
+        meta.rm(i);
+    }
+    meta.set(to, moved);
+    cache.v_heads[0] = to.back() + 1;
+}
 
 int32_t llama_moe_set_n_expert_used(llama_context * ctx, int32_t n_expert_used) {
     const int32_t k = llama_moe_model_n_expert_used(llama_get_model(ctx));
@@ -173,4 +294,64 @@ const ggml_tensor * llama_moe_model_expert_tensor(const llama_model * model) {
         }
     }
     return nullptr;
+}
+
+void llama_moe_set_gate(llama_context * ctx, ggml_custom_op_t gate, llama_moe_gate_layer * layers) {
+    llama_moe_params & params = llama_moe_access::params(*ctx);
+    params.gate = gate;
+    params.gate_layers = gate == nullptr ? nullptr : layers;
+}
+
+llama_moe_graphs * llama_moe_graphs_create(llama_context * ctx) {
+    return llama_moe_access::create_graphs(*ctx).release();
+}
+
+void llama_moe_graphs_free(llama_moe_graphs * graphs) {
+    delete graphs;
+}
+
+void llama_moe_swap_graphs(llama_context * ctx, llama_moe_graphs * graphs) {
+    llama_moe_access::swap_graphs(*ctx, *graphs);
+}
+
+size_t llama_moe_graphs_bytes(const llama_moe_graphs * graphs) {
+    size_t n_bytes = 0;
+    for (ggml_backend_t backend : graphs->backends) {
+        n_bytes += ggml_backend_sched_get_buffer_size(graphs->sched.get(), backend);
+    }
+    return n_bytes;
+}
+
+bool llama_moe_can_branch(llama_context * ctx) {
+    const auto caches = llama_moe_access::caches(*ctx);
+    // without flash attention the sums over keys depend on which cells they lie in
+    return !caches.empty() && ctx->get_cparams().flash_attn &&
+           std::all_of(caches.begin(), caches.end(), [](auto * cache) { return llama_moe_access::is_unified(*cache); });
+}
+
+void llama_moe_kv_commit(llama_context * ctx, llama_seq_id seq, llama_pos begin, llama_pos end) {
+    const auto caches = llama_moe_access::caches(*ctx);
+    std::vector<std::vector<uint32_t>> cells;
+    for (const llama_kv_cache * cache : caches) {
+        cells.push_back(llama_moe_access::cells_from(*cache, begin));
+    }
+    llama_memory_i * memory = ctx->get_memory();
+    memory->seq_rm(seq, end, -1);
+    if (seq != 0) {
+        memory->seq_rm(0, begin, -1);
+        memory->seq_cp(seq, 0, begin, end);
+    }
+    for (llama_seq_id s = 1; s < static_cast<llama_seq_id>(ctx->n_seq_max()); ++s) {
+        if (memory->seq_pos_max(s) >= 0) {
+            memory->seq_rm(s, -1, -1);
+        }
+    }
+    for (size_t i = 0; i < caches.size(); ++i) {
+        llama_moe_access::order_cells(*caches[i], begin, cells[i]);
+    }
+}
+
+bool llama_moe_model_is_draftable(const llama_model * model) {
+    return llama_moe_model_n_moe_layer(model) > 0 && !llama_model_is_recurrent(model) &&
+           !llama_model_is_hybrid(model) && !llama_model_is_diffusion(model) && !llama_model_has_encoder(model);
 }

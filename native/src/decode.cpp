@@ -1,3 +1,5 @@
+#include "decode.h"
+
 #include <atomic>
 #include <cmath>
 #include <string>
@@ -34,46 +36,6 @@ void check_arguments(llama_context * ctx, const int32_t * tokens, int32_t n_toke
     }
 }
 
-// The arrays of one llama_batch for sequence 0.
-struct batch_arrays {
-    std::vector<llama_token> tokens;
-    std::vector<llama_pos> positions;
-    std::vector<int32_t> n_seq_ids;
-    llama_seq_id seq_id = 0;
-    std::vector<llama_seq_id *> seq_ids;
-    std::vector<int8_t> logits;
-
-    batch_arrays(const int32_t * ids, int32_t n, int32_t position, bool all_logits)
-        : tokens(ids, ids + n), positions(n), n_seq_ids(n, 1), seq_ids(n, &seq_id), logits(n, all_logits) {
-        for (int32_t i = 0; i < n; ++i) {
-            positions[i] = position + i;
-        }
-        logits.back() = true;
-    }
-
-    llama_batch view() {
-        return {static_cast<int32_t>(tokens.size()),
-                tokens.data(),
-                nullptr,
-                positions.data(),
-                n_seq_ids.data(),
-                seq_ids.data(),
-                logits.data()};
-    }
-};
-
-// Damaged weights and overflows show in the logits: then no token can be chosen.
-void check_logits(llama_context * ctx) {
-    const float * logits = llama_get_logits_ith(ctx, -1);
-    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
-    for (int32_t i = 0; logits != nullptr && i < n_vocab; ++i) {
-        if (!(std::abs(logits[i]) < INFINITY)) {
-            throw failure(S2MOE_ERROR_NUMERIC,
-                          "the model computed a logit that is no finite number; its weights may be damaged");
-        }
-    }
-}
-
 [[noreturn]] void throw_decode_failure(int32_t result, int32_t n_tokens) {
     switch (result) {
     case 1:
@@ -90,26 +52,88 @@ void check_logits(llama_context * ctx) {
 
 } // namespace
 
+namespace s2moe {
+
+void token_batch::add(llama_token token,
+                      llama_pos position,
+                      std::vector<llama_seq_id> sequence_ids,
+                      bool wants_logits) {
+    tokens.push_back(token);
+    positions.push_back(position);
+    sequences.push_back(std::move(sequence_ids));
+    logits.push_back(wants_logits);
+}
+
+expert_cache * experts_of(llama_context * ctx) {
+    return cache_of(llama_moe_model_expert_tensor(llama_get_model(ctx)));
+}
+
+void run_batch(llama_context * ctx,
+               token_batch & batch,
+               llama_pos first,
+               int n_sequences,
+               decode_kind kind,
+               expert_cache * experts) {
+    const auto n_tokens = static_cast<int32_t>(batch.tokens.size());
+    std::vector<int32_t> n_seq_ids;
+    std::vector<llama_seq_id *> seq_ids;
+    for (auto & ids : batch.sequences) {
+        n_seq_ids.push_back(static_cast<int32_t>(ids.size()));
+        seq_ids.push_back(ids.data());
+    }
+    const llama_batch view = {n_tokens,
+                              batch.tokens.data(),
+                              nullptr,
+                              batch.positions.data(),
+                              n_seq_ids.data(),
+                              seq_ids.data(),
+                              batch.logits.data()};
+    if (experts != nullptr) {
+        experts->begin_decode(kind);
+    }
+    try {
+        const int32_t result = llama_decode(ctx, view);
+        if (experts != nullptr) {
+            experts->end_decode(); // its failure explains more than llama_decode's
+        }
+        if (result != 0) {
+            throw_decode_failure(result, n_tokens);
+        }
+    } catch (...) {
+        for (llama_seq_id s = 0; s < n_sequences; ++s) {
+            llama_memory_seq_rm(llama_get_memory(ctx), s, first, -1); // whatever part of it got in
+        }
+        throw;
+    }
+}
+
+// Damaged weights and overflows show in the logits: then no token can be chosen.
+void check_logits(llama_context * ctx, int32_t index) {
+    const float * logits = llama_get_logits_ith(ctx, index);
+    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+    for (int32_t i = 0; logits != nullptr && i < n_vocab; ++i) {
+        if (!(std::abs(logits[i]) < INFINITY)) {
+            throw failure(S2MOE_ERROR_NUMERIC,
+                          "the model computed a logit that is no finite number; its weights may be damaged");
+        }
+    }
+}
+
+} // namespace s2moe
+
 int32_t s2moe_decode(llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position, bool all_logits) {
     return s2moe::guard(S2MOE_ERROR_INTERNAL, [&] {
         llama_moe_forget_recorded(ctx);
         check_arguments(ctx, tokens, n_tokens, position);
-        batch_arrays arrays(tokens, n_tokens, position, all_logits);
-        s2moe::expert_cache * experts = s2moe::cache_of(llama_moe_model_expert_tensor(llama_get_model(ctx)));
-        if (experts != nullptr) {
-            experts->begin_decode();
+        s2moe::token_batch batch;
+        for (int32_t i = 0; i < n_tokens; ++i) {
+            batch.add(tokens[i], position + i, {0}, all_logits || i == n_tokens - 1);
         }
+        s2moe::run_batch(ctx, batch, position, 1, s2moe::decode_kind::by_width, s2moe::experts_of(ctx));
         try {
-            const int32_t result = llama_decode(ctx, arrays.view());
-            if (experts != nullptr) {
-                experts->end_decode(); // its failure explains more than llama_decode's
-            }
-            if (result != 0) {
-                throw_decode_failure(result, n_tokens);
-            }
-            check_logits(ctx);
+            s2moe::check_logits(ctx, -1);
         } catch (...) {
-            llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1); // whatever part of it got in
+            llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1);
             throw;
         }
     });

@@ -516,10 +516,11 @@ void expert_cache::note_reads(steady::time_point now) {
 
 // ── the compute threads ──────────────────────────────────────────────────────────────────────────
 
-void expert_cache::begin_decode() {
+void expert_cache::begin_decode(decode_kind next) {
     const std::lock_guard lock(mutex);
     close_op();
     end_pass();
+    kind = next;
     decode_failed.store(false, std::memory_order_release);
     if (reader_error != 0) {
         fail_reader();
@@ -530,6 +531,7 @@ void expert_cache::end_decode() {
     const std::lock_guard lock(mutex);
     close_op();
     end_pass();
+    kind = decode_kind::by_width;
     if (failed()) {
         decode_failed.store(false, std::memory_order_release);
         throw failure(failure_status, failure_message);
@@ -540,7 +542,11 @@ void expert_cache::begin_op(int layer_index, int part, std::span<const int32_t> 
     std::unique_lock lock(mutex);
     close_op();
     if (current.layer_index != layer_index || (current.parts_seen & (1U << part)) != 0) {
-        begin_pass(layer_index, n_rows, n_tokens, lock);
+        if (kind == decode_kind::draft) {
+            begin_draft_pass(layer_index, n_rows);
+        } else {
+            begin_pass(layer_index, n_rows, n_tokens, lock);
+        }
     }
     current.parts_seen |= 1U << part;
 
@@ -558,6 +564,10 @@ void expert_cache::begin_op(int layer_index, int part, std::span<const int32_t> 
         each.expert = static_cast<int>(expert);
         each.n_rows = n_rows[expert];
         each.slot = entries[first + expert].slot;
+        if (kind == decode_kind::draft && (each.slot == no_slot || !slots[each.slot].in_pass)) {
+            op.experts.push_back(each);
+            continue;
+        }
         if (each.slot == no_slot) {
             fail_locked(S2MOE_ERROR_INTERNAL, "the expert cache lost an expert of the layer that is being computed");
         }
@@ -642,11 +652,13 @@ void expert_cache::close_op() {
     op.open = false;
     const double waited = static_cast<double>(op.waited_ns.load(std::memory_order_relaxed)) * 1e-9 / n_threads;
     const double computed = std::max(0.0, seconds(op.ended - op.begun) - waited);
-    const auto phase = current.prefill ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
-    totals.stall_seconds[phase] += waited;
-    totals.compute_seconds[phase] += computed;
-    current.trace.stall_seconds += waited;
-    current.trace.compute_seconds += computed;
+    if (kind != decode_kind::draft) {
+        const auto phase = current.prefill ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+        totals.stall_seconds[phase] += waited;
+        totals.compute_seconds[phase] += computed;
+        current.trace.stall_seconds += waited;
+        current.trace.compute_seconds += computed;
+    }
     for (const op_expert & each : op.experts) {
         if (each.slot == no_slot || each.data == nullptr) {
             continue;
@@ -681,13 +693,13 @@ void expert_cache::end_pass() {
             release(s, false);
         }
     }
-    if (n_trace_max > 0) {
+    if (n_trace_max > 0 && kind != decode_kind::draft) {
         if (static_cast<int64_t>(trace.size()) >= n_trace_max) {
             trace.pop_front();
         }
         trace.push_back(current.trace);
     }
-    if (!current.prefill && current.trace.n_tokens == 1 && !failed()) {
+    if (!current.prefill && current.trace.n_tokens == 1 && kind != decode_kind::draft && !failed()) {
         average(hit_seconds,
                 current.trace.compute_seconds / std::max(1, current.trace.n_hits + current.trace.n_misses));
     }
@@ -704,7 +716,7 @@ void expert_cache::begin_pass(int layer_index,
     if (previous < 0 || layer_index <= previous) {
         ++clock;
         // of the whole decode: the last layer of a prompt often computes its last token only
-        current.prefill = n_tokens > decode_tokens_max;
+        current.prefill = n_tokens > decode_tokens_max && kind != decode_kind::verify;
     }
     current.layer_index = layer_index;
     current.parts_seen = 0;
@@ -800,6 +812,22 @@ void expert_cache::begin_pass(int layer_index,
     }
 }
 
+// What a draft uses stays while it does, and is not counted: the target has not chosen it.
+void expert_cache::begin_draft_pass(int layer_index, std::span<const int32_t> n_rows) {
+    end_pass();
+    current.layer_index = layer_index;
+    current.parts_seen = 0;
+    current.prefill = false;
+    current.trace = {};
+    for (size_t expert = 0; expert < n_rows.size(); ++expert) {
+        const auto index = static_cast<uint32_t>(layer_index * n_expert + static_cast<int>(expert));
+        if (n_rows[expert] > 0 && residency_of(index) == S2MOE_RESIDENT) {
+            slots[entries[index].slot].in_pass = true;
+            current.slots.push_back(entries[index].slot);
+        }
+    }
+}
+
 // While a prompt's batch is computed in one layer, the drive reads the next.
 void expert_cache::read_ahead(int layer_index) {
     if (layer_index >= static_cast<int>(layout.layers.size())) {
@@ -864,13 +892,25 @@ uint32_t expert_cache::entry_of(const s2moe_expert_id & id) const {
     return static_cast<uint32_t>(index * n_expert + id.expert);
 }
 
+s2moe_residency expert_cache::residency_of(uint32_t entry) const {
+    const uint32_t s = entries[entry].slot;
+    if (s == no_slot || slots[s].broken) {
+        return S2MOE_ABSENT;
+    }
+    return slots[s].n_missing > 0 ? S2MOE_IN_FLIGHT : S2MOE_RESIDENT;
+}
+
 void expert_cache::residency(int layer_index, std::span<uint8_t> mask) const {
     const std::lock_guard lock(mutex);
     for (size_t e = 0; e < mask.size(); ++e) {
-        const uint32_t s = entries[layer_index * n_expert + e].slot;
-        mask[e] = s == no_slot || slots[s].broken ? S2MOE_ABSENT
-                  : slots[s].n_missing > 0        ? S2MOE_IN_FLIGHT
-                                                  : S2MOE_RESIDENT;
+        mask[e] = residency_of(static_cast<uint32_t>(layer_index * n_expert + static_cast<int>(e)));
+    }
+}
+
+void expert_cache::residency(std::span<uint8_t> mask) const {
+    const std::lock_guard lock(mutex);
+    for (size_t i = 0; i < mask.size(); ++i) {
+        mask[i] = residency_of(static_cast<uint32_t>(i));
     }
 }
 

@@ -39,11 +39,18 @@ struct cache_options {
     int queue_depth = 8;
 };
 
+// What a decode may do, and how it counts.
+enum class decode_kind {
+    by_width, // up to 8 tokens are a decode, more a prompt
+    verify,   // a decode, whatever its width
+    draft     // uses what is resident and counts the rest as zero; reads, waits and remembers nothing
+};
+
 // One expert of a running matrix multiplication.
 struct op_expert {
     int expert = 0;
     int n_rows = 0;             // rows of the batch that it multiplies
-    std::byte * data = nullptr; // nullptr: the decode has failed, count the matrix as zero
+    std::byte * data = nullptr; // nullptr: not there, and no wait for it: count the matrix as zero
     bool raw = false;           // not yet in the kernels' layout
     uint32_t slot = 0;
 };
@@ -61,7 +68,7 @@ class expert_cache final : private read_source {
 
     // the compute threads, in this order
 
-    void begin_decode();
+    void begin_decode(decode_kind kind = decode_kind::by_width);
 
     // Thread 0: the experts that part `part` of the layer will multiply, `n_rows[e]` rows for expert e, from a batch of
     // n_tokens. Fetches what is missing. Ids out of range must have been refused by fail().
@@ -103,6 +110,7 @@ class expert_cache final : private read_source {
     std::string reader_json() const;
     void stats(s2moe_expert_stats & result) const;
     void residency(int layer_index, std::span<uint8_t> mask) const;
+    void residency(std::span<uint8_t> mask) const; // of all: [layer_index * n_expert_max() + expert]
     int prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority priority);
     int cancel_prefetches();
     void pin(std::span<const s2moe_expert_id> ids);
@@ -197,6 +205,7 @@ class expert_cache final : private read_source {
     void fail_locked(s2moe_status status, const std::string & message);
     void
     begin_pass(int layer_index, std::span<const int32_t> n_rows, int n_tokens, std::unique_lock<std::mutex> & lock);
+    void begin_draft_pass(int layer_index, std::span<const int32_t> n_rows);
     void end_pass();
     void read_ahead(int layer_index);
     uint32_t demand_slot(int slot_class, std::unique_lock<std::mutex> & lock);
@@ -212,6 +221,7 @@ class expert_cache final : private read_source {
     std::byte * part_base(uint32_t slot, int part) const;
     std::byte * part_data(uint32_t slot, int part) const;
     uint64_t part_offset(uint32_t entry, int part) const;
+    s2moe_residency residency_of(uint32_t entry) const;
     void build_read(const queued_read & queued, read_request & request) const;
     int class_of_entry(uint32_t entry) const {
         return layer_of_entry(entry).slot_class;
@@ -237,6 +247,7 @@ class expert_cache final : private read_source {
     std::array<std::deque<queued_read>, S2MOE_N_TRIGGERS> queues;
     int n_reading = 0;
     pass current;
+    decode_kind kind = decode_kind::by_width;
     op_state op;
     int64_t clock = 0;    // decodes so far
     int ahead_index = -1; // layer that is being read ahead of a prompt: its experts stay

@@ -1,0 +1,57 @@
+#include "counters.h"
+
+#include <vector>
+
+namespace s2moe {
+
+namespace {
+
+template <size_t n> std::vector<int64_t> list(const std::array<int64_t, n> & values) {
+    return {values.begin(), values.end()};
+}
+
+template <size_t n> common_json pairs(const std::array<std::array<int64_t, 2>, n> & values) {
+    common_json result = common_json::array();
+    for (const auto & each : values) {
+        result.push_back(list(each));
+    }
+    return result;
+}
+
+} // namespace
+
+common_json speculation_counters::to_json() const {
+    return {{"disabled_reason", disabled_reason},
+            {"disabled_detail", disabled_detail},
+            {"n_steps", n_steps},
+            {"n_iterations", n_iterations},
+            {"n_tokens", n_tokens},
+            {"n_drafted", n_drafted},
+            {"n_admitted", n_admitted},
+            {"n_accepted", n_accepted},
+            {"admitted_by_depth", list(admitted_by_depth)},
+            {"accepted_by_depth", list(accepted_by_depth)},
+            {"acceptance_lengths", list(acceptance_lengths)},
+            {"draft_seconds", draft_seconds},
+            {"verify_seconds", verify_seconds},
+            {"sample_seconds", sample_seconds},
+            {"stall_seconds", stall_seconds},
+            {"n_experts_touched", n_experts_touched},
+            {"n_experts_exact", n_experts_exact},
+            {"n_row_experts", n_row_experts},
+            {"n_touched_multi", n_touched_multi},
+            {"n_exact_multi", n_exact_multi},
+            {"n_missing", n_missing},
+            {"n_missing_exact", n_missing_exact},
+            {"displaced_weight", displaced_weight},
+            {"n_token_layers", n_token_layers},
+            {"n_committed_rows", n_committed_rows},
+            {"n_biased_rows", n_biased_rows},
+            {"routing_hits", routing_hits},
+            {"routing_misses", routing_misses},
+            {"routing_extra", routing_extra},
+            {"confidence", pairs(confidence)},
+            {"confidence_by_depth", pairs(confidence_by_depth)}};
+}
+
+} // namespace s2moe

@@ -1,0 +1,108 @@
+// One step of speculative decoding: draft, verify, accept, commit.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "calibration.h"
+#include "cascade.h"
+#include "controller.h"
+#include "cost_model.h"
+#include "counters.h"
+#include "draft.h"
+#include "expansion.h"
+#include "options.h"
+#include "verify.h"
+
+namespace s2moe {
+
+// Everything that s2moe.h says of s2moe_speculator, with exceptions instead of statuses.
+class speculator {
+  public:
+    // Chooses the token behind the row of logits at `index`; the chosen token is then the sampler's, too.
+    using chooser = std::function<llama_token(int32_t index)>;
+
+    speculator(llama_context * ctx, llama_context * draft_ctx, const char * state_json);
+
+    void begin(const char * options_json);
+    void feed(std::span<const llama_token> tokens);
+
+    // Returns 1 to min(n_max, S2MOE_N_VERIFY_ROWS) tokens.
+    std::vector<llama_token> step(llama_token root, llama_pos position, int n_max, const chooser & choose);
+
+    const std::vector<s2moe_committed_row> & rows() const {
+        return committed_rows;
+    }
+    llama_context * context() const {
+        return ctx;
+    }
+    std::string report() const;
+    std::string state() const;
+
+  private:
+    using clock = std::chrono::steady_clock;
+
+    struct drafted_tree {
+        std::vector<verify_node> nodes;
+        std::vector<expert_set> predicted; // of the root, then of the nodes; empty where the draft never looked
+        bool used = false;                 // the draft evaluated something
+    };
+
+    bool may_draft(int n_nodes) const;
+    int room(llama_pos position, int n_max) const;
+    drafter & active_drafter();
+    drafted_tree draft(llama_token root, llama_pos position, int n_nodes);
+    drafted_tree draft_adaptively(drafter & by, int n_nodes);
+    drafted_tree draft_fixed(drafter & by, int n_nodes, int depth, int width);
+    void disable(const char * reason, const std::string & detail);
+    void prefetch(const expert_set & wanted, const expert_set & covered, const expert_set & resident);
+    void pin(const expert_set & wanted);
+    void learn_costs(int n_rows, double seconds);
+    void count_experts(const drafted_tree & tree);
+    int accept(const drafted_tree & tree,
+               int n_max,
+               const chooser & choose,
+               std::vector<llama_token> & tokens,
+               std::vector<int> & path);
+    void commit(const drafted_tree & tree, const std::vector<int> & path);
+    expansion_costs costs() const;
+    double credit() const;
+
+    llama_context * ctx;
+    expert_cache * experts;
+    const llama_vocab * vocab;
+    const bool draftable;
+    const bool branches;
+    int k;
+    int n_expert;
+    int n_sequences;
+
+    std::unique_ptr<verifier> target; // null where nothing can be drafted
+    std::unique_ptr<drafter> shared_drafter;
+    std::unique_ptr<drafter> own_drafter; // with a context of its own
+
+    speculation_options options;
+    bool begun = false;
+    speculation_counters counters;
+    int64_t n_decodes = 0; // of the context, in this response
+    int64_t n_reuses_before = 0;
+    std::vector<llama_token> history; // committed tokens, for a drafter with a context of its own
+    std::vector<s2moe_committed_row> committed_rows;
+
+    cost_model verify_costs;
+    double draft_seconds = 0;  // of one evaluation, decayed mean
+    double single_seconds = 0; // T_AR, decayed mean
+    double typical_hits = -1;  // new experts of an admitted node, decayed means; -1: unknown
+    double typical_misses = -1;
+    calibration confidences;
+    controller pacing;
+    cascade lengths;
+};
+
+} // namespace s2moe
