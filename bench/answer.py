@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Answer:
     last_read_bytes: int
     timings: dict[str, float] = field(default_factory=dict)
     """The answer's own `timings`; empty for stock llama.cpp."""
+    speculation: dict[str, Any] | None = None
+    """The answer's own `speculation`; None: it was given without a speculator."""
 
     @property
     def n_intervals(self) -> int:

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from s2moe.bench.serving import Serving
+from s2moe.bench.serving import PLAIN_DECODING, Serving
 from s2moe.bench.stock import StockLlama, build_stock
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.demo_model import ensure_demo_model
@@ -54,7 +54,7 @@ def measure(
     n_threads, n_tokens = arguments.threads, arguments.tokens
     stock = StockLlama(model, work, n_threads=n_threads, n_ctx=N_CTX)
     try:
-        flags = ["--threads", str(n_threads), "--ctx-size", str(N_CTX)]
+        flags = ["--threads", str(n_threads), "--ctx-size", str(N_CTX), *PLAIN_DECODING]
         ours = Serving(model, work, *flags, cache_directory=work / "cache")
         try:
             stock.chat(messages, n_tokens)

@@ -26,7 +26,7 @@ from sse_starlette.sse import AppStatus
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from s2moe.engine.demo_model import ensure_demo_model
-from s2moe.engine.messages import Configure, Generate, GenerationEvent, Step
+from s2moe.engine.messages import Configure, Generate, GenerationEvent, Speculation, Step
 from s2moe.server.admission import Admission
 from s2moe.server.app import create_app
 from s2moe.server.engine_client import EventSink
@@ -99,7 +99,9 @@ async def measure(model: Path, n_tokens: int, n_rounds: int) -> dict[str, list[f
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     settings = load_settings({"port": 0})
     metrics = Metrics(model=settings.model_alias, queue_capacity=1)
-    supervisor = RecordingSupervisor(Configure(model_path=str(model), n_ctx=2048), metrics)
+    # one token per step, each with a time of its own
+    configure = Configure(model_path=str(model), n_ctx=2048, speculation=Speculation(method="off"))
+    supervisor = RecordingSupervisor(configure, metrics)
     admission = Admission(supervisor, metrics, capacity=1)
     written_ns: list[int] = []
     server = make_server(create_app(settings, supervisor, metrics, admission))

@@ -11,7 +11,7 @@ from s2moe.bench.answer import Answer, bytes_per_token, tokens_per_second
 from s2moe.bench.expert_bound import RunTrace, analyse, read_trace
 from s2moe.bench.offload_context import Context, overhead_bytes, spread
 from s2moe.bench.process import LimitReport
-from s2moe.bench.serving import Serving
+from s2moe.bench.serving import PLAIN_DECODING, Serving
 from s2moe.bench.stock import StockError, StockLlama
 from s2moe.bench.targets import (
     BOUND_SHARE,
@@ -57,7 +57,7 @@ class Run:
 
 def server_flags(context: Context, limit_bytes: int) -> list[str]:
     flags = ["--memory-budget", str(limit_bytes), "--ctx-size", str(N_CTX)]
-    return [*flags, "--threads", str(context.n_threads)]
+    return [*flags, "--threads", str(context.n_threads), *PLAIN_DECODING]
 
 
 def run_decode(context: Context, limit_bytes: int, folder: Path) -> Run:

@@ -2,9 +2,10 @@
 
     .venv/bin/python -m s2moe.bench.offload [--sections offload,prefill,resident,contention] [--quick]
 
-The whole server (`s2moe serve --memory-budget LIMIT`, front end and engine) runs under bench/memlimit with
-the limit as its budget, page cache dropped, an empty cache directory, greedy, one user; a streaming client
-asks four questions of different subjects. Speed and bytes count from an answer's first to its last token.
+The whole server (`s2moe serve --memory-budget LIMIT`, front end and engine) runs under bench/memlimit
+with the limit as its budget, page cache dropped, an empty cache directory, greedy, speculation off, one
+user; a streaming client asks four questions of different subjects. Speed and bytes count from an answer's
+first to its last token.
 
     offload     decode under each limit: speed against BigMoeOnEdge's, scaled by the drive's bandwidth
                 (measured before and after each run), and against the run's own bound; bytes per token;

@@ -11,7 +11,7 @@ from typing import Any
 
 from s2moe.bench.answer import Answer
 from s2moe.bench.offload_context import Context, overhead_bytes, spread
-from s2moe.bench.serving import Samples, Serving
+from s2moe.bench.serving import PLAIN_DECODING, Samples, Serving
 from s2moe.bench.stock import StockLlama
 from s2moe.bench.targets import (
     CONTENTION_SHARE,
@@ -50,7 +50,7 @@ class Pairs:
 def measure_resident(context: Context, sections: set[str]) -> None:
     """The sections `resident` and `contention`."""
     folder = context.new_folder("resident")
-    flags = ["--ctx-size", str(N_CTX), "--threads", str(context.n_threads)]
+    flags = ["--ctx-size", str(N_CTX), "--threads", str(context.n_threads), *PLAIN_DECODING]
     serving = Serving(context.model, folder, *flags, cache_directory=folder / "cache")
     try:
         stock = StockLlama(context.model, folder, n_threads=context.n_threads, n_ctx=N_CTX)

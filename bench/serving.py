@@ -26,6 +26,8 @@ from s2moe.bench.process import (
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 60.0
+PLAIN_DECODING = ("--speculation", "off")
+"""Flags of benchmarks of what is below speculation: one token per step."""
 DATA = "data: {"
 DATA_PREFIX_LENGTH = len("data: ")
 
@@ -93,17 +95,28 @@ class Serving:
         tail = self._log.read_text(errors="replace").strip().splitlines()[-5:]
         return ServingError("\n  ".join([what, *tail]))
 
-    def chat(self, messages: list[dict[str, str]], n_tokens: int) -> Answer:
-        """Streams a greedy answer of at most n_tokens. Raises ServingError."""
+    def chat(
+        self, messages: list[dict[str, str]], n_tokens: int, options: dict[str, Any] | None = None
+    ) -> Answer:
+        """Streams a greedy answer of at most n_tokens. `options`: the request's field `s2moe`, if it has one.
+
+        Raises ServingError.
+        """
         body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": n_tokens}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if options is not None:
+            body["s2moe"] = options
         pid = self.engine_pid
         text, usage = "", None
         timings: dict[str, float] = {}
+        speculation: dict[str, Any] | None = None
         started_read_bytes, started_ns = read_bytes(pid), time.monotonic_ns()
         first_ns = last_ns = first_read_bytes = 0
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise self._failure(f"the request was refused: {_message(response)}")
                 for line in response.iter_lines():
                     now = time.monotonic_ns()
                     if not line.startswith(DATA):
@@ -113,6 +126,7 @@ class Serving:
                         raise self._failure(f"the answer failed: {event['error']['message']}")
                     usage = event.get("usage") or usage
                     timings = event.get("timings") or timings
+                    speculation = event.get("speculation") or speculation
                     if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
                         if first_ns == 0:
                             first_ns, first_read_bytes = now, read_bytes(pid)
@@ -134,6 +148,7 @@ class Serving:
             first_read_bytes=first_read_bytes,
             last_read_bytes=last_read_bytes,
             timings=timings,
+            speculation=speculation,
         )
 
     def metrics(self) -> Samples:
@@ -156,6 +171,13 @@ class Serving:
                 self._process.kill()
                 self._process.wait()
         return LimitReport.read(self._report) if self._report.exists() else None
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {response.status_code}"
 
 
 class Samples:

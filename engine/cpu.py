@@ -7,6 +7,7 @@ from pathlib import Path
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def _cgroup_quota_cores() -> float | None:
@@ -39,3 +40,17 @@ def default_thread_count() -> int:
     count = len(cores)
     quota = _cgroup_quota_cores()
     return count if quota is None else max(1, min(count, int(quota)))
+
+
+def processor_name() -> str:
+    """What the kernel calls the processor, on x86 its model, elsewhere part numbers, or ""."""
+    try:
+        text = _CPUINFO.read_text(errors="replace")
+    except OSError:
+        return ""
+    first, _, _ = text.partition("\n\n")
+    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    if name := named.get("model name"):
+        return name
+    return " ".join(named[key] for key in ("CPU implementer", "CPU part", "CPU revision") if key in named)

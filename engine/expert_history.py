@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import statistics
 from pathlib import Path
@@ -14,17 +13,14 @@ from s2moe.engine.hot_experts import (
     ModelIdentity,
     hot_experts_of,
     read_hot_experts,
-    write_atomically,
 )
-from s2moe.engine.regular_file import check_regular
+from s2moe.engine.kept_file import KeptFile
 
 logger = logging.getLogger(__name__)
 
 HALF_LIFE_TOKENS: Final = 20_000
 """After so many generated tokens a use counts half, so that old habits fade."""
 SAVE_INTERVAL_SECONDS: Final = 300.0
-MAX_MODELS: Final = 64
-"""Files kept; those not written for longest go first."""
 
 
 class CountsSource(Protocol):
@@ -54,7 +50,7 @@ class ExpertHistory:
         self._tokens = 0.0
         self._seen = [[0] * experts.n_experts for _ in experts.layers]
         self._save_at: float | None = None
-        self._write_failed = False
+        self._file = KeptFile(self.path, "expert counts")
 
     def load(self) -> HotExperts | None:
         """What earlier runs left; None when there is nothing of use.
@@ -87,18 +83,7 @@ class ExpertHistory:
         if not self._add_new_uses():
             return
         hot = hot_experts_of(self._model, self._experts.layers, self._counts, self._tokens)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                check_regular(self.path)
-            write_atomically(self.path, hot.to_json())
-            self._drop_old_files()
-        except OSError as error:
-            if not self._write_failed:
-                logger.warning("expert counts cannot be kept: %s: %s", self.path, error.strerror or error)
-            self._write_failed = True
-        else:
-            self._write_failed = False
+        self._file.write(hot.to_json())
 
     def _add_new_uses(self) -> bool:
         """Returns whether there were any."""
@@ -118,12 +103,3 @@ class ExpertHistory:
             for kept_row, added_row in zip(self._counts, new, strict=True)
         ]
         return True
-
-    def _drop_old_files(self) -> None:
-        files = list(self.path.parent.glob("*.json"))
-        if len(files) <= MAX_MODELS:
-            return
-        files.sort(key=lambda file: file.stat().st_mtime)
-        for file in files[: len(files) - MAX_MODELS]:
-            with contextlib.suppress(OSError):
-                file.unlink()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from s2moe.engine.decoder import Decoder, create_decoder
 from s2moe.engine.errors import RequestAbortedError, RequestError
 from s2moe.engine.expert_stats import UseMeter
 from s2moe.engine.messages import (
@@ -45,6 +46,7 @@ class Generation:
         self.prefill_experts: ExpertUse | None = None
         self.decode_experts: ExpertUse | None = None
         self._n_unsent_tokens = 0
+        self._decoder: Decoder | None = None
 
     def run(self) -> Iterator[GenerationEvent]:
         """Yields Started, PrefillProgress, Step and, last, Finished.
@@ -64,12 +66,13 @@ class Generation:
     def _answer(self, chat: dict[str, Any], prompt: list[int]) -> Iterator[GenerationEvent]:
         sampler = self._create_sampler()
         try:
+            decoder = self._decoder = create_decoder(self._model, self._request, sampler)
             parser = self._create_parser(chat)
             try:
                 stream = AnswerStream([*self._request.stop, *chat["stops"]], parser)
-                yield from self._prefill(prompt)
+                yield from self._prefill(prompt, exact=decoder.is_exact)
                 sampler.accept_prompt(prompt)
-                yield from self._decode(sampler, stream, self._visible_specials(chat))
+                yield from self._decode(decoder, stream, self._visible_specials(chat))
             finally:
                 if isinstance(parser, NativeAnswerParser):
                     parser.close()
@@ -150,9 +153,9 @@ class Generation:
 
     # the two phases
 
-    def _prefill(self, prompt: list[int]) -> Iterator[GenerationEvent]:
+    def _prefill(self, prompt: list[int], *, exact: bool) -> Iterator[GenerationEvent]:
         model = self._model
-        self.n_cached_tokens = model.reuse_prefix(prompt)
+        self.n_cached_tokens = model.reuse_prefix(prompt, exact=exact)
         yield Started(
             request_id=self._request.request_id,
             n_prompt_tokens=len(prompt),
@@ -172,7 +175,7 @@ class Generation:
             self.prefill_experts = meter.read()
 
     def _decode(
-        self, sampler: Sampler, stream: AnswerStream, visible_specials: frozenset[int]
+        self, decoder: Decoder, stream: AnswerStream, visible_specials: frozenset[int]
     ) -> Iterator[GenerationEvent]:
         model = self._model
         self.phase = "decode"
@@ -182,42 +185,35 @@ class Generation:
         meter = UseMeter(model.experts)
         started = time.monotonic()
         try:
-            while True:
-                token = self._sample(sampler)
+            reason = ""
+            while not reason:
+                tokens = decoder.next_tokens(n_max - self.n_completion_tokens)
                 sampled_ns = time.monotonic_ns()
-                self.n_completion_tokens += 1
-                self._n_unsent_tokens += 1
-                if model.is_end(token):
-                    reason = "stop"
-                    break
-                delta = stream.feed(model.piece(token, special=token in visible_specials))
-                if delta.content or delta.reasoning:
-                    yield self._step(delta, sampled_ns)
-                if stream.stop_string is not None:
-                    reason = "stop"
-                    break
-                if self.n_completion_tokens >= n_max:
-                    reason = "length"
-                    break
-                model.decode([token])
-                self.n_decode_steps += 1
+                self.n_decode_steps = decoder.n_steps
                 self.decode_seconds = time.monotonic() - started
+                for token in tokens:
+                    self.n_completion_tokens += 1
+                    self._n_unsent_tokens += 1
+                    if model.is_end(token):
+                        reason = "stop"
+                        break
+                    delta = stream.feed(model.piece(token, special=token in visible_specials))
+                    if delta.content or delta.reasoning:
+                        yield self._step(delta, sampled_ns)
+                    if stream.stop_string is not None:
+                        reason = "stop"
+                        break
+                    if self.n_completion_tokens >= n_max:
+                        reason = "length"
+                        break
         finally:
+            self.n_decode_steps = decoder.n_steps
             self.decode_seconds = time.monotonic() - started
             self.decode_experts = meter.read()
         delta = stream.finish()
         if delta.content or delta.reasoning or self._n_unsent_tokens:
             yield self._step(delta, sampled_ns)
         yield self._finished(reason, stream.stop_string)
-
-    def _sample(self, sampler: Sampler) -> int:
-        try:
-            return sampler.sample(self._model.context)
-        except NativeError as error:
-            if self._request.sampling.grammar:
-                message = f"the grammar allows no further token: {error.message}"
-                raise RequestError("invalid_grammar", message, param="grammar") from error
-            raise RequestError("internal", f"sampling failed: {error.message}") from error
 
     # events
 
@@ -247,6 +243,7 @@ class Generation:
                 n_decode_steps=self.n_decode_steps,
                 prefill_experts=self.prefill_experts,
                 decode_experts=self.decode_experts,
+                speculation=None if self._decoder is None else self._decoder.report(),
             ),
             stop_string=stop_string,
         )

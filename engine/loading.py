@@ -12,18 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from s2moe.engine.contexts import DEFAULT_N_BATCH, ContextMaker, Contexts
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.memory import (
     Budget,
     Footprint,
-    available_bytes,
     machine_budget,
     measure_footprint,
     memory_supply,
 )
 from s2moe.engine.messages import Configure, Plan
 from s2moe.engine.native import Library, NativeError, Status
-from s2moe.engine.native_experts import ContextMemory, Experts, Io, Reader, context_memory, model_layout
+from s2moe.engine.native_experts import ContextMemory, Experts, Io, Reader, model_layout
 from s2moe.engine.native_log import NativeLog
 from s2moe.engine.plan import (
     MIN_BATCH_TOKENS,
@@ -35,16 +35,11 @@ from s2moe.engine.plan import (
     Needs,
 )
 from s2moe.engine.regular_file import check_regular
+from s2moe.engine.speculation import SpeculationSupport
 
 logger = logging.getLogger(__name__)
 
 GGUF_MAGIC = b"GGUF"
-DEFAULT_N_CTX = 8192
-DEFAULT_N_BATCH = 512
-MAX_OUTPUTS = 64
-"""Tokens of one decode whose logits may be asked for: more than any draft tree has. llama.cpp reserves a row
-of the vocabulary's size for each."""
-
 _libc = ctypes.CDLL(None)
 
 Progress = Callable[[str, float], None]
@@ -59,14 +54,15 @@ class LoadedModel:
 
     llama_cpp: Any
     handle: Any
-    context: Any
+    contexts: Contexts
+    speculation: SpeculationSupport
     experts: Experts | None = None
     """None: a dense model, or one on a GPU."""
     plan: MemoryPlan | None = None
     """None for a model on a GPU."""
 
     def close(self) -> None:
-        self.llama_cpp.llama_free(self.context)
+        self.contexts.free()
         self.llama_cpp.llama_model_free(self.handle)
         if self.experts is not None:
             self.experts.close()
@@ -89,7 +85,7 @@ class Loader:
         self._library = library
         self._log = log
         self._configure = configure
-        self._n_threads = n_threads
+        self._contexts = ContextMaker(llama_cpp, library, log, configure, n_threads)
         self._measure = measure
         self._path = configure.model_path
 
@@ -102,7 +98,8 @@ class Loader:
         on_progress("model", 0.0)
         handle = self._load_model(self._model_params(None), on_progress)
         try:
-            return LoadedModel(self._llama_cpp, handle, self._create_context(handle, self._n_batch))
+            contexts = self._contexts.create(handle, self._contexts.n_batch)
+            return LoadedModel(self._llama_cpp, handle, contexts, self._contexts.speculation(handle))
         except EngineStartError:
             self._llama_cpp.llama_model_free(handle)
             raise
@@ -111,7 +108,8 @@ class Loader:
         """What loading would take, without loading anything. Raises EngineStartError, but not for a budget
         that is too small or too large: MemoryPlan.check() and check_supply() do."""
         with self._simulated_model(experts) as handle:
-            n_batch = min(self._n_batch, self._n_ctx(handle))
+            n_ctx = self._contexts.n_ctx(handle)
+            n_batch = min(self._contexts.n_batch, n_ctx)
             memory = self._simulated_memory(handle, n_batch)
             footprint = self._measure()
             batches = {}
@@ -128,8 +126,9 @@ class Loader:
                     weights_bytes=memory.weights_bytes,
                     kv_bytes=memory.kv_bytes,
                     compute_bytes=memory.compute_bytes,
-                    n_ctx=self._n_ctx(handle),
+                    n_ctx=n_ctx,
                     n_batch=n_batch,
+                    n_kv_caches=self._contexts.n_kv_caches(handle),
                 ),
                 slots_floor_bytes=0 if experts is None else experts.floor_bytes,
                 batches=batches,
@@ -176,15 +175,16 @@ class Loader:
         handle = self._load_model(self._model_params(experts), on_progress)
         try:
             on_progress("context", 0.0)
+            contexts = self._contexts.create(handle, plan.needs.n_batch)
             loaded = LoadedModel(
-                self._llama_cpp, handle, self._create_context(handle, plan.needs.n_batch), experts, plan
+                self._llama_cpp, handle, contexts, self._contexts.speculation(handle), experts, plan
             )
         except EngineStartError:
             self._llama_cpp.llama_model_free(handle)
             raise
         try:
             if experts is not None:
-                loaded.plan = plan = self._measured(plan, loaded.context)
+                loaded.plan = plan = self._measured(plan, loaded)
                 drop_page_cache(plan.layout.files)
                 self._check(plan, START_VARIATION_BYTES)
                 experts.allocate(max(plan.capacity_bytes, experts.floor_bytes))
@@ -200,10 +200,10 @@ class Loader:
             raise
         return loaded
 
-    def _measured(self, plan: MemoryPlan, context: Any) -> MemoryPlan:
+    def _measured(self, plan: MemoryPlan, loaded: LoadedModel) -> MemoryPlan:
         """The plan with what both processes really take now. Weights and KV cache have been written already,
         the compute buffers have not."""
-        memory = context_memory(self._library, context)
+        memory = self._contexts.memory(loaded.handle, loaded.contexts)
         _libc.malloc_trim(0)
         footprint = self._measure()
         return plan.with_needs(
@@ -233,14 +233,6 @@ class Loader:
         return machine_budget(measure_footprint(self._configure.front_end_bytes).total_bytes)
 
     # llama.cpp
-
-    @property
-    def _n_batch(self) -> int:
-        return self._configure.n_batch or DEFAULT_N_BATCH
-
-    def _n_ctx(self, handle: Any) -> int:
-        n_ctx_train: int = self._llama_cpp.llama_model_n_ctx_train(handle)
-        return self._configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
 
     @cached_property
     def _layout(self) -> ModelLayout:
@@ -286,48 +278,6 @@ class Loader:
             )
         return handle
 
-    def _create_context(self, handle: Any, n_batch: int) -> Any:
-        self._check_kv_size(handle)
-        params = self._llama_cpp.llama_context_default_params()
-        params.n_ctx = self._n_ctx(handle)
-        # one micro-batch per native call: an aborted call then leaves the KV cache as it was
-        params.n_batch = params.n_ubatch = min(n_batch, params.n_ctx)
-        params.n_outputs_max = min(MAX_OUTPUTS, params.n_batch)
-        params.n_threads = params.n_threads_batch = self._n_threads
-        params.no_perf = True
-        context = self._llama_cpp.llama_init_from_model(handle, params)
-        if not context:
-            reason = self._log.explain("not enough memory")
-            raise EngineStartError(
-                "context_failed",
-                f"cannot create a context of {params.n_ctx} tokens: {reason}; try a smaller --ctx-size",
-            )
-        return context
-
-    def _check_kv_size(self, handle: Any) -> None:
-        """Refuses what the kernel would only notice when it is too late: it hands out memory that it does not
-        have and kills whoever touches it."""
-        llama_cpp = self._llama_cpp
-        architecture = meta_value(llama_cpp, handle, "general.architecture")
-        if meta_value(llama_cpp, handle, f"{architecture}.attention.kv_lora_rank"):
-            return  # a compressed cache, many times smaller than this formula says
-        n_head: int = llama_cpp.llama_model_n_head(handle)
-        n_embd: int = llama_cpp.llama_model_n_embd(handle)
-        n_head_kv: int = llama_cpp.llama_model_n_head_kv(handle)
-        n_layer: int = llama_cpp.llama_model_n_layer(handle)
-        if n_head == 0:
-            return
-        # keys and values of two bytes per layer and token
-        n_ctx = self._n_ctx(handle)
-        kv_bytes = 2 * 2 * n_layer * n_head_kv * (n_embd // n_head) * n_ctx
-        available = available_bytes()
-        if kv_bytes > available:
-            raise EngineStartError(
-                "context_failed",
-                f"a context of {n_ctx} tokens needs {kv_bytes / 2**30:.1f} GiB for its KV cache, but only "
-                f"{available / 2**30:.1f} GiB of memory are available; choose a smaller --ctx-size",
-            )
-
     @contextlib.contextmanager
     def _simulated_model(self, experts: Experts | None) -> Iterator[Any]:
         """The model without any weights."""
@@ -341,11 +291,11 @@ class Loader:
             self._llama_cpp.llama_model_free(handle)
 
     def _simulated_memory(self, handle: Any, n_batch: int) -> ContextMemory:
-        context = self._create_context(handle, n_batch)
+        contexts = self._contexts.create(handle, n_batch)
         try:
-            return context_memory(self._library, context)
+            return self._contexts.memory(handle, contexts)
         finally:
-            self._llama_cpp.llama_free(context)
+            contexts.free()
 
 
 def check_file(path: Path) -> None:
@@ -366,13 +316,6 @@ def check_file(path: Path) -> None:
             "model_invalid",
             f"model {path} is not a GGUF file; convert it with llama.cpp or pick another file",
         )
-
-
-def meta_value(llama_cpp: Any, handle: Any, key: str) -> str:
-    """A value of the model's metadata as text, "" if there is none."""
-    buffer = ctypes.create_string_buffer(512)
-    length = llama_cpp.llama_model_meta_val_str(handle, key.encode(), buffer, len(buffer))
-    return buffer.value.decode(errors="replace") if length > 0 else ""
 
 
 def drop_page_cache(files: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ STATS_INTERVAL_SECONDS = 1.0
 IDLE_STATS_INTERVAL_SECONDS = 10.0
 """While nothing happens; a warm-up is reported as often as a request."""
 RECEIVE_BYTES = 1 << 16
-CAPABILITIES = ["chat", "grammar", "prefix-reuse", "reasoning"]
+CAPABILITIES = ["chat", "grammar", "prefix-reuse", "reasoning", "speculation"]
 
 
 class Channel:
@@ -155,8 +155,7 @@ class Engine:
             return 1
         while isinstance(message := self._next_message(model), wire.Generate):
             self._generate(model, message)
-            if self._warm_start is not None:
-                self._warm_start.keep()
+            self._keep(model)
         if self._warm_start is not None:
             self._warm_start.close()
         model.close()
@@ -174,8 +173,13 @@ class Engine:
                 if news or now >= self._idle_stats_due:
                     self._idle_stats_due = now + IDLE_STATS_INTERVAL_SECONDS
                     self._channel.send(stats)
-                if self._warm_start is not None:
-                    self._warm_start.keep()
+                self._keep(model)
+
+    def _keep(self, model: Model) -> None:
+        """Writes down now and then what the next run can use."""
+        if self._warm_start is not None:
+            self._warm_start.keep()
+        model.keep_learnt()
 
     def _load(self, configure: wire.Configure) -> Model | None:
         started = time.monotonic()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from s2moe.engine.cpu import default_thread_count
+from s2moe.engine.cache_directory import cache_directory
+from s2moe.engine.contexts import meta_value
+from s2moe.engine.cpu import default_thread_count, processor_name
 from s2moe.engine.errors import EngineStartError, RequestAbortedError, RequestError
 from s2moe.engine.expert_trace import ExpertTraceFile
 from s2moe.engine.fault_log import FaultLog
-from s2moe.engine.loading import Loader, check_file, meta_value
+from s2moe.engine.hot_experts import ModelIdentity
+from s2moe.engine.loading import Loader, check_file
 from s2moe.engine.memory import Footprint, measure_footprint, resident_bytes
 from s2moe.engine.memory_guard import MemoryGuard
 from s2moe.engine.messages import Configure, MemoryPool, ModelInfo, Plan
@@ -21,10 +26,16 @@ from s2moe.engine.native import (
     ChatTemplate,
     Library,
     NativeError,
+    Sampler,
     Status,
     load_llama_cpp,
 )
+from s2moe.engine.native_experts import model_layout
 from s2moe.engine.native_log import NativeLog
+from s2moe.engine.native_speculation import Speculator
+from s2moe.engine.speculation_state import Circumstances, SpeculationState
+
+logger = logging.getLogger(__name__)
 
 _DECODE_FAILURES = {
     Status.NO_MEMORY: "insufficient_memory",
@@ -35,7 +46,7 @@ _DECODE_FAILURES = {
 
 
 class Model:
-    """One model with one context and one sequence. Used by one thread, but for `abort`.
+    """One model with one conversation. Used by one thread, but for `abort`.
 
     `kv_tokens` are exactly the tokens at positions 0 … n−1 of the KV cache, whatever happened before.
     """
@@ -66,15 +77,19 @@ class Model:
             self.llama_cpp, self.library, self._log, configure, self.n_threads, self._planned_footprint
         )
         self._loaded = loader.load(on_progress, on_plan)
-        self.handle, self.context = self._loaded.handle, self._loaded.context
+        self.handle, self.context = self._loaded.handle, self._loaded.contexts.main
         self.experts, self.plan = self._loaded.experts, self._loaded.plan
+        self.speculation = self._loaded.speculation
+        """What requests may ask for."""
         self.vocab = self.llama_cpp.llama_model_get_vocab(self.handle)
         self.memory = self.llama_cpp.llama_get_memory(self.context)
-        self.abort = AbortSwitch(self.library, self.context)
+        self.abort = AbortSwitch(self.library, self.context, self._loaded.contexts.draft)
         self.chat_template = self._create_template(configure)
         self.n_ctx: int = self.llama_cpp.llama_n_ctx(self.context)
         self.n_batch: int = self.llama_cpp.llama_n_ubatch(self.context)
         self.kv_tokens: list[int] = []
+        self._n_exact = 0
+        """Leading tokens whose keys and values gating had no part in."""
         self._pieces: dict[int, bytes] = {}
         self._special_pieces: dict[int, bytes] = {}
         self._ends: dict[int, bool] = {}
@@ -85,6 +100,10 @@ class Model:
         on_progress("warmup", 0.0)
         self._warm_up()
         on_progress("warmup", 1.0)
+        self._learnt = self._open_learnt(configure) if self.speculation.is_possible else None
+        self.speculator = self._create_speculator() if self.speculation.is_possible else None
+        """None: the model cannot be drafted for, or the server is not to speculate."""
+        logger.info("%s", self.speculation.describe())
         self.info = self._describe(configure)
 
     # loading
@@ -135,6 +154,40 @@ class Model:
             )
         return ExpertTraceFile(Path(configure.expert_trace_path), self.experts)
 
+    def _open_learnt(self, configure: Configure) -> SpeculationState | None:
+        if not configure.keep_expert_counts:
+            return None
+        if self.experts is None:
+            layout, reads = model_layout(self.library, configure.model_path), "nothing"
+        else:
+            layout, reader = self.experts.layout, self.experts.reader()
+            reads = f"{reader['reader']} {reader['io']}"
+        circumstances = Circumstances.of(
+            ModelIdentity.of_layout(layout),
+            f"{configure.device}, {processor_name()}, {self.n_threads} threads, reads with {reads}",
+            1.0 if self.plan is None else self.plan.resident_share,
+        )
+        try:
+            return SpeculationState(circumstances, cache_directory())
+        except RuntimeError as error:
+            logger.warning("what speculation learns is not kept, for want of a cache directory: %s", error)
+            return None
+
+    def _create_speculator(self) -> Speculator:
+        state = None if self._learnt is None else self._learnt.load()
+        try:
+            speculator = Speculator(
+                self.library, self.context, draft_context=self._loaded.contexts.draft, state=state
+            )
+        except NativeError as error:
+            raise EngineStartError(
+                "speculation_failed",
+                f"speculation cannot be prepared: {error.message}; serve with --speculation off",
+            ) from error
+        if self._learnt is not None:
+            self._learnt.begin(speculator.state())
+        return speculator
+
     def measure_footprint(self) -> Footprint:
         """Of the engine, and of the front end where that counts."""
         return measure_footprint(self._front_end_bytes)
@@ -174,6 +227,9 @@ class Model:
             device=configure.device,
             system_fingerprint=f"b{self.library.build_info()['source']}",
             longest_piece_bytes=self._longest_piece_bytes,
+            speculation_method=self.speculation.method,
+            speculation_preset=self.speculation.preset,
+            speculation_limit=self.speculation.limit,
         )
 
     # vocabulary
@@ -238,8 +294,9 @@ class Model:
 
     # KV cache
 
-    def reuse_prefix(self, prompt: list[int]) -> int:
-        """Keeps of the KV cache what `prompt` begins with and drops the rest.
+    def reuse_prefix(self, prompt: list[int], *, exact: bool) -> int:
+        """Keeps of the KV cache what `prompt` begins with and drops the rest. `exact`: also drops what gating
+        had a part in, since the answer must be the model's own.
 
         Returns the number of kept tokens, at most len(prompt) − 1: the last token must be evaluated again,
         for its logits.
@@ -249,18 +306,22 @@ class Model:
             if ours != theirs:
                 break
             n += 1
+        if exact:
+            n = min(n, self._n_exact)
         removed = n > 0 and self.llama_cpp.llama_memory_seq_rm(self.memory, 0, n, -1)
         # recurrent states cannot be cut, and a sliding window may have lost the start of what is kept
         if not removed or self.llama_cpp.llama_memory_seq_pos_min(self.memory, 0) > 0:
             self.forget()
             return 0
         del self.kv_tokens[n:]
+        self._n_exact = min(self._n_exact, n)
         return n
 
     def forget(self) -> None:
         """Empties the KV cache. Its bytes stay: clearing them would cost each conversation milliseconds."""
         self.llama_cpp.llama_memory_clear(self.memory, False)
         self.kv_tokens.clear()
+        self._n_exact = 0
 
     def decode(self, tokens: list[int]) -> None:
         """Evaluates up to n_batch tokens behind the KV cache; the logits of the last are then ready.
@@ -268,20 +329,52 @@ class Model:
         Raises RequestAbortedError (the KV cache is as before) and RequestError.
         """
         begin_ns = time.monotonic_ns()
-        try:
+        with self._evaluating():
             self.library.decode(self.context, tokens, len(self.kv_tokens))
+        self._evaluated(tokens, begin_ns, n_unbiased=len(tokens))
+
+    def speculate(self, speculator: Speculator, sampler: Sampler, root: int, n_max: int) -> list[int]:
+        """One step: evaluates `root` behind the KV cache and returns what follows, as Speculator.step().
+
+        Raises RequestAbortedError and RequestError; the KV cache and the sampler are then as before.
+        """
+        begin_ns = time.monotonic_ns()
+        with self._evaluating(is_retried=True):
+            tokens = speculator.step(sampler, root, len(self.kv_tokens), n_max)
+        biased = (index for index, row in enumerate(speculator.rows()) if row.n_biased > 0)
+        self._evaluated([root, *tokens[:-1]], begin_ns, n_unbiased=next(biased, len(tokens)))
+        return tokens
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, is_retried: bool = False) -> Iterator[None]:
+        """Around a native call, whose errors become those of a request. `is_retried`: an internal error is
+        not the operator's business yet."""
+        try:
+            yield
         except NativeError as error:
             if self._trace is not None:
                 self._trace.discard()
             if error.status == Status.ABORTED:
                 raise RequestAbortedError from error
             code = _DECODE_FAILURES.get(error.status, "internal")
-            self._faults.failed(error.message)
+            if not (is_retried and code == "internal"):
+                self._faults.failed(error.message)
             raise RequestError(code, f"decode failed: {error.message}") from error
+
+    def _evaluated(self, tokens: list[int], begin_ns: int, *, n_unbiased: int) -> None:
+        """`tokens` have been added to the KV cache by a native call that began at begin_ns; gating had no part
+        in the first n_unbiased."""
+        if self._n_exact == len(self.kv_tokens):
+            self._n_exact += n_unbiased
         self.kv_tokens += tokens
         self._faults.worked()
         if self._trace is not None:
             self._trace.add(begin_ns, len(tokens))
+
+    def keep_learnt(self) -> None:
+        """Writes down now and then what speculation learnt. Not during a decode."""
+        if self._learnt is not None and self.speculator is not None:
+            self._learnt.save_if_due(time.monotonic(), self.speculator.state)
 
     def memory_pools(self) -> list[MemoryPool]:
         """The plan's pools with what they use now; what buffers cannot explain counts as the processes'."""
@@ -301,5 +394,9 @@ class Model:
         self.chat_template.close()
         if self._trace is not None:
             self._trace.close()
+        if self.speculator is not None:
+            if self._learnt is not None:
+                self._learnt.save(self.speculator.state())
+            self.speculator.close()
         self._loaded.close()
         self.abort.close()

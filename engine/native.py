@@ -25,7 +25,7 @@ from s2moe.engine.stream.answer import Delta
 if TYPE_CHECKING:
     import numpy as np
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libs2moe.so"
 
 
@@ -265,18 +265,29 @@ class AbortSwitch(_Handle):
 
     _free = "s2moe_abort_free"
 
-    def __init__(self, library: Library, context: Any) -> None:
+    def __init__(self, library: Library, context: Any, draft_context: Any = None) -> None:
+        """`draft_context`: a second context to be stopped by the same switch; None = there is none."""
         super().__init__(library, library._lib.s2moe_abort_create(context), Status.NO_MEMORY)
+        self._second = None if draft_context is None else AbortSwitch(library, draft_context)
 
     requested = False
 
     def request(self) -> None:
         self.requested = True
         self._lib.s2moe_abort_request(self.handle)
+        if self._second is not None:
+            self._second.request()
 
     def clear(self) -> None:
         self.requested = False
         self._lib.s2moe_abort_clear(self.handle)
+        if self._second is not None:
+            self._second.clear()
+
+    def close(self) -> None:
+        super().close()
+        if self._second is not None:
+            self._second.close()
 
 
 class Sampler(_Handle):

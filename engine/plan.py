@@ -132,6 +132,13 @@ class Needs:
     compute_bytes: int
     n_ctx: int
     n_batch: int
+    n_kv_caches: int = 1
+    """2: drafts have one of their own."""
+
+    @property
+    def kv_text(self) -> str:
+        caches = "KV cache" if self.n_kv_caches == 1 else f"{self.n_kv_caches} KV caches"
+        return f"{caches} of {self.n_ctx} tokens"
 
 
 @dataclass(frozen=True)
@@ -322,7 +329,7 @@ class MemoryPlan:
             (needs.front_end_bytes, "front end"),
             (needs.engine_bytes, "engine"),
             (needs.weights_bytes, "dense weights" if self.layout.n_expert else "weights"),
-            (needs.kv_bytes, f"KV cache of {needs.n_ctx} tokens"),
+            (needs.kv_bytes, needs.kv_text),
             (needs.compute_bytes, f"compute buffers for {needs.n_batch} tokens"),
             (self.slots_floor_bytes, "experts of one layer"),
             (self.floor_bytes - self.fixed_bytes - self.slots_floor_bytes, "reserve"),
@@ -334,6 +341,8 @@ class MemoryPlan:
             remedies = [f"give --memory-budget {show_flag(self.floor_bytes)} or more"]
         else:
             remedies = ["free memory or raise the limit"]
+        if self.needs.n_kv_caches > 1:
+            remedies.append("a --speculation that drafts on the shared context")
         if self.needs.n_ctx > 512:
             remedies.append("a smaller --ctx-size")
         if self.needs.n_batch > MIN_BATCH_TOKENS:

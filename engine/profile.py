@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from s2moe.engine.errors import EngineStartError, RequestError
 from s2moe.engine.generation import Generation
 from s2moe.engine.hot_experts import HotExperts, ModelIdentity, hot_experts_of, write_atomically
-from s2moe.engine.messages import Configure, Generate, Sampling
+from s2moe.engine.messages import Configure, Generate, Sampling, Speculation
 from s2moe.engine.model import Model
 from s2moe.engine.native import LibraryNotFoundError, NativeError
 from s2moe.engine.native_experts import model_layout
+from s2moe.engine.output_file import OutputFileError, check_output
 from s2moe.engine.prompt_file import Prompt, PromptFileError, read_prompts
 
 REPORT_EVERY_SECONDS: Final = 5.0
@@ -61,7 +62,10 @@ class CountingModel(Model):
 
     def __init__(self, configure: Configure, on_progress: Callable[[str, float], None]) -> None:
         """Raises EngineStartError, also for a model without experts."""
-        super().__init__(configure, on_progress)
+        # each token must be decoded alone, by all of its experts
+        super().__init__(
+            msgspec.structs.replace(configure, speculation=Speculation(method="off")), on_progress
+        )
         if self.info.n_expert == 0:
             self.close()
             raise EngineStartError(
@@ -87,7 +91,10 @@ def profile(
         prompts = read_prompts(prompts_path)
     except PromptFileError as error:
         raise ProfileError(f"--prompts: {error}") from error
-    _check_out(out)
+    try:
+        check_output(out)
+    except OutputFileError as error:
+        raise ProfileError(f"--out: {error}") from error
     try:
         progress(f"loading {configure.model_path}")
         model = CountingModel(configure, lambda _phase, _fraction: None)
@@ -113,16 +120,6 @@ def profile(
     except OSError as error:
         raise ProfileError(f"--out: cannot write {out}: {error.strerror}") from error
     return hot
-
-
-def _check_out(out: Path) -> None:
-    """Before hours of work. Raises ProfileError."""
-    if out.is_dir():
-        raise ProfileError(f"--out: {out} is a directory; name a file")
-    if not out.parent.is_dir():
-        raise ProfileError(f"--out: {out.parent} is not a directory; create it first")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ProfileError(f"--out: cannot write {out}; choose another file")
 
 
 def _answer_all(model: CountingModel, prompts: Sequence[Prompt], max_tokens: int, progress: Progress) -> None:

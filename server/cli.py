@@ -1,4 +1,4 @@
-"""The command `s2moe`: serve, inspect, profile, demo-model, version.
+"""The command `s2moe`: serve, inspect, profile, quality, demo-model, version.
 
 Exit codes: 0 done or stopped by a signal, 1 failure (also an engine that keeps crashing, so that systemd
 or Docker restarts), 2 wrong usage or settings.
@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
+from s2moe.server import quality_command
+from s2moe.server.argument_types import budget, not_negative, positive
 from s2moe.server.settings import (
     AUTO_BUDGET,
     CONFIG_ENV,
@@ -26,7 +28,6 @@ from s2moe.server.settings import (
     env_of,
     flag_of,
     load_settings,
-    parse_budget_bytes,
 )
 
 EXIT_USAGE = 2
@@ -34,7 +35,6 @@ EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 
 PROFILE_TOKENS = 128
-MOST_TOKENS = 10_000_000
 
 DEMO_EXPERTS = 16
 DEMO_USED = 4
@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_inspect(commands)
     _add_profile(commands)
+    quality_command.add_parser(commands)
     _add_demo_model(commands)
     commands.add_parser("version", help="print the version")
     return parser
@@ -118,10 +119,12 @@ def _metavar(name: str, field: FieldInfo) -> str:
         return "SIZE"
     if Path in (field.annotation, *choices):
         return "PATH"
-    if field.annotation is int:
+    if int in (field.annotation, *choices):
         return "N"
     if field.annotation is float:
         return "SECONDS"
+    if float in choices:
+        return "X"
     return {"host": "ADDRESS", "cors_origin": "ORIGIN", "api_key": "KEY"}.get(name, "NAME")
 
 
@@ -152,7 +155,7 @@ def _add_inspect(commands: Any) -> None:
     _add_plan_options(inspect, "--ctx", "--ctx-size")
     inspect.add_argument(
         "--batch-size",
-        type=_not_negative,
+        type=not_negative,
         default=0,
         metavar="N",
         help="prompt tokens evaluated at once; 0 = 512, or fewer where memory is short (default)",
@@ -185,7 +188,7 @@ def _add_profile(commands: Any) -> None:
     )
     profile.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=positive,
         default=PROFILE_TOKENS,
         metavar="N",
         help=f"tokens to generate per prompt, at most (default {PROFILE_TOKENS})",
@@ -197,41 +200,18 @@ def _add_plan_options(parser: argparse.ArgumentParser, *context_flags: str) -> N
     """What the memory plan of a command depends on, beside the model."""
     parser.add_argument(
         "--memory-budget",
-        type=_budget,
+        type=budget,
         default=AUTO_BUDGET,
         metavar="SIZE",
         help="memory for everything, in bytes or as 1500MiB (default: what there is, less a reserve)",
     )
     parser.add_argument(
         *context_flags,
-        type=_not_negative,
+        type=not_negative,
         default=0,
         metavar="N",
         help="context length in tokens; 0 = the model's own, at most 8192 (default)",
     )
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    if int(text) > MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {MOST_TOKENS}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _number(text, 1)
-
-
-def _not_negative(text: str) -> int:
-    return _number(text, 0)
-
-
-def _budget(text: str) -> object:
-    try:
-        return parse_budget_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _add_demo_model(commands: Any) -> None:
@@ -337,6 +317,15 @@ def _profile(arguments: dict[str, Any]) -> int:
     return 0
 
 
+def _quality(arguments: dict[str, Any]) -> int:
+    from s2moe.engine.quality import QualityError
+
+    try:
+        return quality_command.run(arguments, _progress)
+    except QualityError as error:
+        _exit(EXIT_FAILURE, str(error))
+
+
 def _demo_model(arguments: dict[str, Any]) -> int:
     from s2moe.engine import demo_model
 
@@ -364,6 +353,7 @@ _COMMANDS = {
     "serve": _serve,
     "inspect": _inspect,
     "profile": _profile,
+    "quality": _quality,
     "demo-model": _demo_model,
     "version": _version,
 }

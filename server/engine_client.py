@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from s2moe.engine.messages import EngineStats, Generate, GenerationEvent, ModelInfo
+from s2moe.engine.messages import EngineStats, Finished, Generate, GenerationEvent, ModelInfo
 
 
 class EngineState(StrEnum):
@@ -50,11 +50,15 @@ class EngineUnavailableError(EngineError):
 
 
 class EngineObserver(Protocol):
-    """Receives what the engine reports outside of a request; called on the event loop, must not block."""
+    """Receives what the engine reports, whoever asked for it; called on the event loop, must not block."""
 
     def on_state(self, state: EngineState) -> None: ...
 
     def on_stats(self, stats: EngineStats) -> None: ...
+
+    def on_finished(self, event: Finished) -> None:
+        """A request has ended; also one whose events nobody wants any more."""
+        ...
 
     def on_start_phase(self, phase: str, seconds: float) -> None:
         """`phase` is spawn or load."""

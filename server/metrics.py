@@ -24,9 +24,10 @@ from prometheus_client import (
     generate_latest,
 )
 
-from s2moe.engine.messages import EngineStats, ModelInfo
+from s2moe.engine.messages import EngineStats, Finished, ModelInfo
 from s2moe.server.engine_client import EngineState
 from s2moe.server.expert_metrics import ExpertMetrics
+from s2moe.server.speculation_metrics import SpeculationMetrics
 
 NAMESPACE = "s2moe"
 APIS = ("chat",)
@@ -81,6 +82,7 @@ class Metrics:
         self._build_requests(queue_capacity)
         self._build_engine()
         self._experts = ExpertMetrics(NAMESPACE, self.registry)
+        self._speculation = SpeculationMetrics(NAMESPACE, self.registry, model=model)
 
     def _build_server(self) -> None:
         self.build_info = self._gauge(
@@ -90,7 +92,7 @@ class Metrics:
         self.model_info = self._gauge(
             "model_info",
             "The served model; 1 once it is known",
-            *("model", "architecture", "quantization", "ctx", "n_experts", "n_experts_used"),
+            *("model", "architecture", "quantization", "ctx", "n_experts", "n_experts_used", "spec_method"),
         )
         self.http_requests = self._counter(
             "http_requests_total",
@@ -228,6 +230,7 @@ class Metrics:
             self._kv_tokens.set(0)
             self._engine_rss.set(0)
             self._experts.on_engine_gone()
+            self._speculation.on_engine_gone()
 
     def on_stats(self, stats: EngineStats) -> None:
         self._tokens_computed.inc(stats.prompt_tokens_computed)
@@ -240,6 +243,10 @@ class Metrics:
         self._kv_capacity.set(stats.kv_cache_capacity_tokens)
         self._engine_rss.set(stats.rss_bytes)
         self._experts.on_stats(stats)
+
+    def on_finished(self, event: Finished) -> None:
+        if event.timings.speculation is not None:
+            self._speculation.on_report(event.timings.speculation)
 
     def on_start_phase(self, phase: str, seconds: float) -> None:
         if phase in START_PHASES:
@@ -273,7 +280,9 @@ class Metrics:
             str(model.n_ctx),
             str(model.n_expert),
             str(model.n_expert_used),
+            model.speculation_method,
         ).set(1)
+        self._speculation.show_model(model)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)

@@ -32,6 +32,9 @@ class RequestRecorder:
         self._arrived = time.monotonic()
         self._decode_began = 0.0
         self._last_step = 0.0
+        self._step_seconds: float | None = None
+        self._step_tokens = 0
+        self._sampled_ns = 0
         self._n_content_tokens = 0
         self._n_reasoning_tokens = 0
         self.phase = "queued"
@@ -94,21 +97,32 @@ class RequestRecorder:
     def _on_step(self, event: Step) -> None:
         now = time.monotonic()
         n_tokens = event.n_tokens
-        if self.phase == "decode":
-            latency = (now - self._last_step) / max(1, n_tokens)
-            for _ in range(n_tokens):
-                self._metrics.inter_token_latency.observe(latency)
-        else:
+        if self.phase != "decode":
             self.phase = "decode"
             self._decode_began = now
+            self._last_step = now
             self._metrics.time_to_first_token.observe(now - self._arrived)
-        self._last_step = now
+        elif event.sampled_ns == 0 or event.sampled_ns != self._sampled_ns:
+            self._observe_step()
+            self._step_seconds = now - self._last_step
+            self._last_step = now
+        self._sampled_ns = event.sampled_ns
+        self._step_tokens += n_tokens
         if event.content or not event.reasoning:
             self._n_content_tokens += n_tokens
             self._content_tokens.inc(n_tokens)
         else:
             self._n_reasoning_tokens += n_tokens
             self._reasoning_tokens.inc(n_tokens)
+
+    def _observe_step(self) -> None:
+        """Shares the time of a step among its tokens, which may have come in several events. Those of the
+        first step waited for the prompt and are no measure of decoding."""
+        if self._step_seconds is not None:
+            for _ in range(self._step_tokens):
+                self._metrics.inter_token_latency.observe(self._step_seconds / self._step_tokens)
+        self._step_seconds = None
+        self._step_tokens = 0
 
     def _on_finished(self, event: Finished) -> None:
         # Tokens that released no text (end of turn, a removed stop string) were in no step.
@@ -125,4 +139,5 @@ class RequestRecorder:
 
     def _end(self, finish: str) -> None:
         self.finish = finish
+        self._observe_step()
         self._metrics.requests.labels(*self._labels, finish).inc()

@@ -18,13 +18,14 @@ import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from s2moe.engine.messages import Configure, ModelInfo
+from s2moe.engine.messages import Configure, ModelInfo, Speculation
 from s2moe.server.admission import Admission
 from s2moe.server.app import create_app
 from s2moe.server.engine_client import EngineUnavailableError
 from s2moe.server.metrics import Metrics
 from s2moe.server.own_memory import own_resident_bytes
 from s2moe.server.settings import Settings, SettingsError
+from s2moe.server.speculation_names import MAX_NODES
 from s2moe.server.supervisor import EngineSupervisor
 
 EXIT_OK = 0
@@ -87,6 +88,24 @@ def to_configure(settings: Settings, model: Path) -> Configure:
         hot_experts_path=_text_of(settings.hot_experts),
         keep_expert_counts=settings.keep_expert_counts,
         expert_trace_path=_text_of(settings.expert_trace),
+        speculation=to_speculation(settings),
+    )
+
+
+def to_speculation(settings: Settings) -> Speculation:
+    """What the settings leave open travels as None: the preset decides it, or the method."""
+    return Speculation(
+        method=settings.speculation,
+        preset=settings.preset,
+        exact=settings.exact or None,
+        draft_experts=settings.draft_experts or None,
+        max_nodes=None if settings.max_nodes == MAX_NODES else settings.max_nodes,
+        reuse_strength=settings.reuse_strength,
+        reuse_cap=settings.reuse_cap,
+        error_budget=settings.error_budget,
+        adaptive=None if settings.adaptive else False,
+        reuse_gating=None if settings.reuse_gating else False,
+        shared_context=None if settings.shared_context else False,
     )
 
 

@@ -22,6 +22,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from s2moe.server.speculation_names import MAX_EXPERTS, MAX_NODES, MAX_REUSE_STRENGTH, Method, Preset
+
 ENV_PREFIX = "S2MOE_"
 CONFIG_ENV = f"{ENV_PREFIX}CONFIG"
 DEMO_ALIAS = "demo"
@@ -131,6 +133,54 @@ class Settings(BaseSettings):
     )
     expert_trace: Path | None = Field(
         None, description="file to write what each decode read, one line of JSON each, for benchmarks"
+    )
+    speculation: Method = Field(
+        "s2moe",
+        description="how the model drafts for itself; off = one token per step; expert-skip and cascade are "
+        "for comparison",
+    )
+    preset: Preset = Field(
+        "balanced",
+        description="how far verification may bend the choice of experts towards those in use and in memory; "
+        "exact = not at all",
+    )
+    exact: bool = Field(
+        False, description="the text is the one without speculation: the preset exact, whatever else is set"
+    )
+    draft_experts: int = Field(
+        0, ge=0, le=MAX_EXPERTS, description="experts per token of a draft; 0 = a quarter of the model's"
+    )
+    max_nodes: int = Field(MAX_NODES, ge=1, le=MAX_NODES, description="drafts verified at once, at most")
+    reuse_strength: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_REUSE_STRENGTH,
+        allow_inf_nan=False,
+        description="pull of experts in use on doubtful drafts; 0 = none (default: the preset's)",
+    )
+    reuse_cap: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_EXPERTS,
+        description="experts of a layer that count as in use; 0 = twice those of one token (default: the "
+        "preset's)",
+    )
+    error_budget: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="share of the mixing weights, 0 to 1, that may go to experts that the router would not "
+        "have chosen (default: the preset's)",
+    )
+    adaptive: bool = Field(
+        True, description="let costs decide how many drafts are verified; off = a fixed tree, for comparison"
+    )
+    reuse_gating: bool = Field(
+        True, description="bend the choice of experts as the preset says; off = never, for comparison"
+    )
+    shared_context: bool = Field(
+        True, description="draft on the model's own KV cache; off = on a second one, for comparison"
     )
     device: str = Field("cpu", min_length=1, description="where the model runs")
     chat_template_file: Path | None = Field(

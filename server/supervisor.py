@@ -391,6 +391,8 @@ class EngineSupervisor:
             return
         if not generation.aborting:
             generation.sink(event)
+        if isinstance(event, Finished):
+            self._observer.on_finished(event)
         if isinstance(event, Finished | Failed):
             self._generation = None
             self._set_state(EngineState.READY, "ready")

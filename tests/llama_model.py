@@ -29,9 +29,11 @@ class LlamaModel:
         experts_used: int | None = None,
         n_threads: int | None = None,
         buffer_overrides: ctypes.c_void_p | None = None,
+        n_seq_max: int = 1,
     ) -> None:
         """experts_used: overrides the model's number of experts per token (top-k).
         buffer_overrides: llama_model_params.tensor_buft_overrides; weights then go into anonymous memory.
+        n_seq_max: sequences; several share one KV cache, as a speculator needs it.
         """
         llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -51,10 +53,8 @@ class LlamaModel:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self.vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocab)
-        context = llama_cpp.llama_context_default_params()
-        context.n_ctx = context.n_batch = context.n_ubatch = n_ctx
-        context.n_threads = context.n_threads_batch = n_threads or len(os.sched_getaffinity(0))
-        self._context = llama_cpp.llama_init_from_model(self._model, context)
+        self._n_threads = n_threads or len(os.sched_getaffinity(0))
+        self._context = self._create_context(n_ctx, n_seq_max)
         if not self._context:
             self.close()
             raise RuntimeError(f"llama.cpp cannot make a context for {path}")
@@ -73,6 +73,14 @@ class LlamaModel:
         if self._model:
             llama_cpp.llama_model_free(self._model)
         self._context = self._model = None
+
+    def _create_context(self, n_ctx: int, n_seq_max: int) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
+        params.n_threads = params.n_threads_batch = self._n_threads
+        params.n_seq_max = n_seq_max
+        params.kv_unified = n_seq_max > 1
+        return llama_cpp.llama_init_from_model(self._model, params)
 
     def tokenize(self, text: str, *, parse_special: bool = False) -> list[int]:
         encoded = text.encode()

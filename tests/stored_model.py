@@ -34,12 +34,19 @@ class StoredModel(LlamaModel):
         n_ctx: int = 128,
         n_threads: int = 1,
         allocate: bool = True,
+        n_seq_max: int = 1,
     ) -> None:
         """allocate: False leaves the cache without slots. Raises NativeError and RuntimeError."""
         self.library = Library()
         self.experts = Experts(self.library, path, io=io, reader=reader)
         try:
-            super().__init__(path, n_ctx=n_ctx, n_threads=n_threads, buffer_overrides=self.experts.overrides)
+            super().__init__(
+                path,
+                n_ctx=n_ctx,
+                n_threads=n_threads,
+                buffer_overrides=self.experts.overrides,
+                n_seq_max=n_seq_max,
+            )
             if allocate:
                 self.experts.allocate(self.experts.floor_bytes if capacity_bytes is None else capacity_bytes)
         except BaseException:

@@ -479,13 +479,51 @@ S2MOE_API void s2moe_set_batch_invariance(int32_t n_rows);
  * follow one token, "reason": why not more, "" if all }. Works for models loaded with no_alloc. [any thread] */
 S2MOE_API int32_t s2moe_speculator_limits(const struct llama_model * model, char ** limits_json);
 
+/* Settings of the gate, as keys of s2moe_speculator_begin(). */
+struct s2moe_gate_settings {
+    double error_budget;
+    double reuse_strength;
+    double residency_weight;
+    int32_t reuse_cap;
+    bool single_token_bias;
+};
+
 /*
- *   draft_ctx    a second context of the same model for drafts that do not share the KV cache, created like ctx with
- *                one sequence; NULL: such drafts are refused by s2moe_speculator_begin(). The speculator does not own
+ * The gate's rule for one layer: which experts the rows of a verification use. It is what the speculator applies, for
+ * tests and for other backends to compare with; native/src/speculation/gate.h states it.
+ *
+ *   kind        bits: 1 scores are probabilities, and their logarithms are compared; 2 weights are logits
+ *   scores      [n_rows][n_expert] the router's selection scores, -INFINITY: may not be chosen
+ *   weights     [n_rows][n_expert] what the mixing weights are taken from
+ *   residency   [n_expert] enum s2moe_residency
+ *   prefixes    [n_rows] probability that the row is accepted; 1 for the root
+ *   allowances  [n_rows] displaced weight that the row may spend in this layer
+ *   exact       receives [n_rows][k] the router's choice, best first; chosen [n_rows][k] the gate's; -1 where fewer
+ * than k may be chosen displaced   receives [n_rows] the share of the chosen experts' mixing weights that is not on
+ * exact ones
+ */
+S2MOE_API int32_t s2moe_gate_select(const struct s2moe_gate_settings * settings,
+                                    int32_t n_rows,
+                                    int32_t n_expert,
+                                    int32_t k,
+                                    int32_t kind,
+                                    const float * scores,
+                                    const float * weights,
+                                    const uint8_t * residency,
+                                    const double * prefixes,
+                                    const double * allowances,
+                                    int32_t * exact,
+                                    int32_t * chosen,
+                                    double * displaced);
+
+/*
+ *   ctx          with one sequence only, drafts are chains
+ *   draft_ctx    a second context of the same model for drafts that do not share the KV cache, created like
+ *                ctx; NULL: such drafts are refused by s2moe_speculator_begin(). The speculator does not own
  *                it; it must outlive the speculator.
  *   state_json   what s2moe_speculator_state() returned in an earlier run of the same model, hardware and budget;
  *                NULL or text of another version: costs and confidences are learnt from the first drafts on
- *   last_status  if not NULL: S2MOE_ERROR_INVALID (the context has too few sequences), S2MOE_ERROR_NO_MEMORY
+ *   last_status  if not NULL: S2MOE_ERROR_NO_MEMORY
  */
 S2MOE_API s2moe_speculator * s2moe_speculator_create(struct llama_context * ctx,
                                                      struct llama_context * draft_ctx,
@@ -496,7 +534,7 @@ S2MOE_API void s2moe_speculator_free(s2moe_speculator * speculator);
 /*
  * Begins an answer: counters of the response and its error budget start at zero.
  *
- *   options_json  every key is optional:
+ *   options_json  every key is optional, an unknown one is an error:
  *     "method"            "s2moe" (default), "expert-skip", "cascade", or "off": one token per step
  *     "preset"            "exact", "balanced" (default), "fast": values for the five keys below it
  *     "error_budget"      0 <= float <= 1: displaced mixing weight per token and layer
@@ -517,8 +555,8 @@ S2MOE_API void s2moe_speculator_free(s2moe_speculator * speculator);
  */
 S2MOE_API int32_t s2moe_speculator_begin(s2moe_speculator * speculator, const char * options_json);
 
-/* Tells which tokens the KV cache holds, [n_tokens] from position 0 on: after begin(), and only needed where drafts have
- * a context of their own ("method" "expert-skip", or "shared_context" false), which then evaluates them too. */
+/* Tells which tokens the KV cache holds, [n_tokens] from position 0 on: after begin(), and only needed where drafts
+ * have a context of their own ("method" "expert-skip", or "shared_context" false), which then evaluates them too. */
 S2MOE_API int32_t s2moe_speculator_feed(s2moe_speculator * speculator, const int32_t * tokens, int32_t n_tokens);
 
 /*

@@ -182,6 +182,7 @@ void test_pauses_double_and_are_reset() {
     for (int i = 0; i < 3; ++i) {
         CHECK(steady_step(control, 0.5));
     }
+    CHECK(std::abs(control.drafting_seconds() - 0.5) < 1e-9); // what was before the pause no longer counts
     for (int i = 0; i < 40; ++i) {
         CHECK(control.current() == state::drafting); // one good comparison is enough
         steady_step(control, 0.5);

@@ -81,7 +81,7 @@ struct reference {
     using path = std::vector<int32_t>;
 
     struct node {
-        double confidence = 0, product = 0;
+        double calibrated = 0, product = 0;
         int rank = 0; // order of offers
         bool evaluated = false, admitted = false, by_finish = false;
     };
@@ -190,7 +190,10 @@ struct reference {
                 worth(value) <= 0 || worth(value) < given.costs.row_seconds + given.costs.draft_seconds;
             const bool barren =
                 static_cast<int>(key.size()) == given.limits.depth_max || n_admitted() + 1 == given.limits.nodes_max;
-            const bool later = barren && typical() >= 0 && given.costs.draft_seconds >= typical();
+            const double price = given.costs.row_seconds + typical();
+            const double child = value.product * value.calibrated * given.costs.single_seconds;
+            const bool later =
+                typical() >= 0 && (barren || worth(value) < price || child < price + given.costs.draft_seconds);
             return value.evaluated || value.admitted || !allowed(key) || hopeless || later ? nothing : value.product;
         });
     }

@@ -13,7 +13,15 @@ from fastapi import APIRouter, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from s2moe.engine.messages import Finished, Generate, GenerationEvent, ModelInfo, Sampling, Step
+from s2moe.engine.messages import (
+    Finished,
+    Generate,
+    GenerationEvent,
+    ModelInfo,
+    Sampling,
+    Speculation,
+    Step,
+)
 from s2moe.server.admission import Admission
 from s2moe.server.api.body import read_model
 from s2moe.server.direct_send import DirectSend
@@ -26,6 +34,7 @@ from s2moe.server.middleware import BODY_SEND_KEY
 from s2moe.server.recorder import RequestRecorder
 from s2moe.server.schema.chat import ChatCompletion, ChatRequest
 from s2moe.server.schema.error import error_responses
+from s2moe.server.schema.s2moe_options import S2moeOptions
 from s2moe.server.settings import Settings
 from s2moe.server.stream.chat_chunks import PING, ChatChunkEncoder, error_event
 from s2moe.server.stream.chat_completion import ChatCompletionBuilder
@@ -260,6 +269,27 @@ def to_generate(body: ChatRequest) -> Generate:
         ),
         max_tokens=body.token_limit,
         stop=body.stop_strings,
+        speculation=to_speculation(body.s2moe),
+    )
+
+
+def to_speculation(options: S2moeOptions | None) -> Speculation:
+    """The engine's form of the request field `s2moe`."""
+    if options is None:
+        return Speculation()
+    return Speculation(
+        method=options.speculation,
+        preset=options.preset,
+        exact=options.exact,
+        draft_experts=options.draft_experts,
+        max_nodes=options.max_nodes,
+        reuse_strength=options.reuse_strength,
+        reuse_cap=options.reuse_cap,
+        error_budget=options.error_budget,
+        single_token_bias=options.single_token_bias,
+        adaptive=options.adaptive,
+        reuse_gating=options.reuse_gating,
+        shared_context=options.shared_context,
     )
 
 

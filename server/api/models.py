@@ -67,4 +67,7 @@ def _meta(client: EngineClient) -> ModelMeta | None:
         quantization=model.quantization,
         n_expert=model.n_expert,
         n_expert_used=model.n_expert_used,
+        speculation_method=model.speculation_method,
+        speculation_preset=model.speculation_preset or None,
+        speculation_limit=model.speculation_limit or None,
     )

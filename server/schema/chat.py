@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions`: every request field declared once, with limits and description.
 
-Unknown fields are ignored; null means absent. Numbers are strict: `"0.5"` and `true` are not numbers.
+Unknown fields are ignored, but for those inside `s2moe`; null means absent. Numbers are strict: `"0.5"`
+and `true` are not numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from s2moe.server.schema.s2moe_options import S2moeOptions
+from s2moe.server.schema.speculation import Speculation
 from s2moe.server.schema.timings import Timings
 
 MAX_MESSAGES = 2048
@@ -168,6 +171,7 @@ class ChatRequest(BaseModel):
     tools: list[Any] | None = Field(None, description="only null or empty")
     functions: list[Any] | None = Field(None, description="only null or empty")
     response_format: ResponseFormat | None = Field(None, description="only text")
+    s2moe: S2moeOptions | None = Field(None, description="how this answer is decoded")
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -241,3 +245,4 @@ class ChatCompletion(BaseModel):
     choices: list[Choice]
     usage: Usage
     timings: Timings
+    speculation: Speculation | None = Field(None, description="there when the request had a speculator")

@@ -20,6 +20,15 @@ class ModelMeta(BaseModel):
     quantization: str
     n_expert: int = Field(description="Experts per MoE layer; 0 for a dense model")
     n_expert_used: int = Field(description="Experts per token")
+    speculation_method: str = Field(
+        description="How drafts are made by default; off also where the model cannot be drafted for"
+    )
+    speculation_preset: str | None = Field(
+        description="exact, balanced or fast: what requests get by default; null where nothing is drafted"
+    )
+    speculation_limit: str | None = Field(
+        description="Why the model cannot be drafted for, or only in part; null if it can"
+    )
 
 
 class ModelCard(BaseModel):

@@ -18,6 +18,8 @@ class Timings(BaseModel):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    draft_n: int | None = Field(None, description="drafts verified; there when drafts were allowed")
+    draft_n_accepted: int | None = Field(None, description="those that became part of the answer")
     prompt_expert_lookups: int | None = Field(
         None,
         description="experts that a layer needed while the prompt was evaluated, counted per layer and step",

@@ -12,7 +12,7 @@ import msgspec
 
 from s2moe.engine.messages import Finished, Step
 from s2moe.server.errors import ErrorReply
-from s2moe.server.stream.usage import timings_of, usage_of
+from s2moe.server.stream.usage import performance_of, usage_of
 
 PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -67,10 +67,10 @@ class ChatChunkEncoder:
     def finish(self, event: Finished) -> bytes:
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": event.reason}
         final: dict[str, Any] = {**self._head, "choices": [choice]}
-        timings = timings_of(event)
+        performance = performance_of(event)
         if not self._include_usage:
-            return _event({**final, "timings": timings}) + _DONE
-        usage = {**self._head, "choices": [], "usage": usage_of(event), "timings": timings}
+            return _event(final | performance) + _DONE
+        usage = {**self._head, "choices": [], "usage": usage_of(event), **performance}
         return _event({**final, "usage": None}) + _event(usage) + _DONE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from s2moe.engine.messages import Finished, Step
-from s2moe.server.stream.usage import timings_of, usage_of
+from s2moe.server.stream.usage import performance_of, usage_of
 
 
 class ChatCompletionBuilder:
@@ -35,5 +35,5 @@ class ChatCompletionBuilder:
             "system_fingerprint": system_fingerprint,
             "choices": [choice],
             "usage": usage_of(event),
-            "timings": timings_of(event),
+            **performance_of(event),
         }

@@ -1,10 +1,11 @@
-"""Token counts and speeds of a finished request, as OpenAI's `usage` and llama-server's `timings`."""
+"""What a finished request took: OpenAI's `usage`, llama-server's `timings`, our `speculation`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from s2moe.engine.messages import ExpertUse, Finished
+from s2moe.server.stream.speculation import draft_counts_of, speculation_of
 
 _LEAST_SECONDS = 1e-9
 """Below the clock's resolution a time is no basis for a rate."""
@@ -18,6 +19,13 @@ def usage_of(event: Finished) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": event.n_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": event.n_reasoning_tokens},
     }
+
+
+def performance_of(event: Finished) -> dict[str, Any]:
+    """`timings`, and `speculation` when the request had a speculator: members of the answer itself."""
+    timings: dict[str, Any] = {"timings": timings_of(event)}
+    report = event.timings.speculation
+    return timings if report is None else {**timings, "speculation": speculation_of(report)}
 
 
 def timings_of(event: Finished) -> dict[str, float]:
@@ -37,6 +45,7 @@ def timings_of(event: Finished) -> dict[str, float]:
         "predicted_ms": predicted_seconds * 1e3,
         "predicted_per_token_ms": predicted_seconds * 1e3 / n_predicted if n_predicted else 0.0,
         "predicted_per_second": predicted_per_second,
+        **draft_counts_of(event.timings.speculation),
         **_experts_of("prompt", event.timings.prefill_experts),
         **_experts_of("predicted", event.timings.decode_experts),
     }

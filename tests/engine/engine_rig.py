@@ -50,6 +50,8 @@ class EngineProcess:
         assert isinstance(self.receive(), wire.Hello)
         # the user's cache directory is no place for the habits of tests
         options.setdefault("keep_expert_counts", False)
+        # most tests want the same text and counts whatever is in the expert cache
+        options.setdefault("speculation", wire.Speculation(method="off"))
         self.send(wire.Configure(model_path=str(model), **options))  # type: ignore[arg-type]
         last = self.receive_until(wire.Ready, wire.Fatal)[-1]
         assert isinstance(last, wire.Ready | wire.Fatal)

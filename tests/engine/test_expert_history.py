@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from fake_experts import LAYOUT, MODEL, FakeExperts
 
-from s2moe.engine.expert_history import HALF_LIFE_TOKENS, MAX_MODELS, SAVE_INTERVAL_SECONDS, ExpertHistory
+from s2moe.engine.expert_history import HALF_LIFE_TOKENS, SAVE_INTERVAL_SECONDS, ExpertHistory
 from s2moe.engine.hot_experts import ModelIdentity, read_hot_experts
+from s2moe.engine.kept_file import MAX_FILES
 
 
 def opened(directory: Path, experts: FakeExperts) -> ExpertHistory:
@@ -168,15 +169,15 @@ def test_full_disk_is_logged_once_and_leaves_the_old_file(
 def test_files_of_many_models_do_not_pile_up(tmp_path: Path) -> None:
     run(tmp_path, 10, 0, 1)
     folder = next(tmp_path.iterdir())
-    for number in range(MAX_MODELS + 20):
+    for number in range(MAX_FILES + 20):
         old = folder / f"old{number:03}.json"
         old.write_text("{}")
         os.utime(old, (number, number))
     run(tmp_path, 10, 0, 1)
     names = {file.name for file in folder.iterdir()}
-    assert len(names) == MAX_MODELS
+    assert len(names) == MAX_FILES
     assert "old000.json" not in names
-    assert f"old{MAX_MODELS + 19:03}.json" in names
+    assert f"old{MAX_FILES + 19:03}.json" in names
     assert kept(tmp_path) == [[20, 20, 0, 0]] * 2
 
 

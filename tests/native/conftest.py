@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from s2moe.engine.native import Library
+from s2moe.engine.native_speculation import N_VERIFY_ROWS, set_batch_invariance
+
 from expert_models import write_expert_model
 from fault_control import build_shim
 from gguf_factory import write_random_model
@@ -61,6 +64,15 @@ def open_model(expert_model: Callable[[str], Path]) -> Iterator[Callable[..., St
     yield open_at
     for model in opened:
         model.close()
+
+
+@pytest.fixture(scope="module")
+def batch_invariance() -> Iterator[None]:
+    """Kernels compute each row of a narrow batch as they compute it alone, while a module is tested."""
+    library = Library()
+    set_batch_invariance(library, N_VERIFY_ROWS)
+    yield
+    set_batch_invariance(library, 0)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,16 @@ BUILD_DIR = Path(__file__).parents[2] / "build" / "native" / "s2moe"
 
 
 @pytest.mark.parametrize(
-    "name", ["error_test", "moe_test", "decode_test", "sampler_test", "chat_test", "experts_test"]
+    "name",
+    [
+        "error_test",
+        "moe_test",
+        "decode_test",
+        "sampler_test",
+        "chat_test",
+        "experts_test",
+        "speculation_test",
+    ],
 )
 def test_cpp(name: str, random_model: Callable[[str], Path]) -> None:
     environment = {**os.environ, "S2MOE_TEST_MODEL": str(random_model("qwen3moe"))}
@@ -37,4 +46,4 @@ def test_every_cpp_test_is_run_here() -> None:
         text=True,
         check=True,
     ).stdout
-    assert "Total Tests: 6" in listing
+    assert "Total Tests: 7" in listing

@@ -13,11 +13,12 @@ from s2moe.engine.messages import (
     Generate,
     GenerationEvent,
     ModelInfo,
+    SpeculationReport,
     Started,
     Step,
     Timings,
 )
-from s2moe.server.engine_client import EngineState, EngineUnavailableError, EventSink
+from s2moe.server.engine_client import EngineObserver, EngineState, EngineUnavailableError, EventSink
 
 MODEL = ModelInfo(
     architecture="llama",
@@ -55,6 +56,7 @@ def finished(
     cached: int = 0,
     tokens: int = 2,
     reasoning_tokens: int = 0,
+    speculation: SpeculationReport | None = None,
 ) -> Finished:
     return Finished(
         request_id=request.request_id,
@@ -63,7 +65,9 @@ def finished(
         n_cached_tokens=cached,
         n_completion_tokens=tokens,
         n_reasoning_tokens=reasoning_tokens,
-        timings=Timings(prefill_seconds=0.5, decode_seconds=0.25, n_decode_steps=tokens),
+        timings=Timings(
+            prefill_seconds=0.5, decode_seconds=0.25, n_decode_steps=tokens, speculation=speculation
+        ),
     )
 
 
@@ -103,6 +107,9 @@ class FakeEngine:
     model: ModelInfo | None = MODEL
     heartbeat_age_seconds: float = 0.25
     abort_seconds: float = 0.0
+    report_of_aborted: SpeculationReport | None = None
+    """What the end of an aborted request carries, which only `observer` sees."""
+    observer: EngineObserver | None = None
     requests: list[Generate] = field(default_factory=list)
     aborted_at: dict[str, float] = field(default_factory=dict)
     """Text of the last message → monotonic time at which the abort reached the engine."""
@@ -142,15 +149,24 @@ class FakeEngine:
                     raise action
                 else:
                     sink(action)
+                    if isinstance(action, Finished):
+                        self._observe(action)
                     # The socket would give the event loop a turn, too.
                     await asyncio.sleep(0)
             self.completed.append(text)
         except asyncio.CancelledError:
             self.aborted_at[text] = time.monotonic()
             await asyncio.sleep(self.abort_seconds)
+            if self.report_of_aborted is not None:
+                timings = Timings(speculation=self.report_of_aborted)
+                self._observe(Finished(request_id=request.request_id, reason="cancelled", timings=timings))
             raise
         finally:
             self.running = None
+
+    def _observe(self, event: Finished) -> None:
+        if self.observer is not None:
+            self.observer.on_finished(event)
 
     async def until_running(self, text: str) -> None:
         await until(lambda: self.running == text)

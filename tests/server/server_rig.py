@@ -31,6 +31,7 @@ class ServerRig:
         self.engine = engine
         self.settings = settings
         self.metrics = Metrics(model=settings.model_alias, queue_capacity=settings.queue_size)
+        engine.observer = self.metrics
         self.admission = Admission(engine, self.metrics, capacity=settings.queue_size)
         self.app = create_app(settings, engine, self.metrics, self.admission)
         self.server = make_server(self.app)

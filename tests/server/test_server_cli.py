@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from s2moe.engine.messages import Speculation
 from s2moe.server.cli import build_parser, main
 from s2moe.server.serve import base_url, ready_text, to_configure
 from s2moe.server.settings import Settings, env_of, flag_of, load_settings
@@ -40,6 +41,10 @@ def test_help_of_serve_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
     assert "default auto" in text
     assert "--memory-budget SIZE" in text
     assert "text|json" in text
+    assert "--speculation s2moe|expert-skip|cascade|off" in text
+    assert "--max-nodes N" in text
+    assert "--reuse-cap N" in text
+    assert "--error-budget X" in text
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,56 @@ def test_unset_settings_leave_the_choice_to_the_engine(tmp_path: Path) -> None:
     configure = to_configure(load_settings({}), tmp_path / "m.gguf")
     assert (configure.memory_budget_bytes, configure.n_batch) == (0, 0)
     assert (configure.hot_experts_path, configure.expert_trace_path) == (None, None)
+
+
+def speculation_of(tmp_path: Path, *flags: str) -> Speculation:
+    """What the engine is told by `s2moe serve` with these flags."""
+    given = vars(build_parser().parse_args(["serve", *flags]))
+    config = given.pop("config")
+    del given["command"]
+    return to_configure(load_settings(given, config), tmp_path / "m.gguf").speculation
+
+
+def test_speculation_that_is_left_open_travels_as_none(tmp_path: Path) -> None:
+    assert speculation_of(tmp_path) == Speculation(method="s2moe", preset="balanced")
+    assert speculation_of(tmp_path, "--draft-experts", "0", "--max-nodes", "7", "--no-exact") == Speculation(
+        method="s2moe", preset="balanced"
+    )
+
+
+def test_flags_of_speculation_reach_the_engine(tmp_path: Path) -> None:
+    numbers = ("--draft-experts", "2", "--max-nodes", "4", "--reuse-strength", "0", "--reuse-cap", "16")
+    switches = ("--exact", "--no-adaptive", "--no-reuse-gating", "--no-shared-context")
+    told = speculation_of(
+        tmp_path,
+        *("--speculation", "cascade", "--preset", "fast", "--error-budget", "0.2", *numbers, *switches),
+    )
+    assert told == Speculation(
+        method="cascade",
+        preset="fast",
+        exact=True,
+        draft_experts=2,
+        max_nodes=4,
+        reuse_strength=0.0,
+        reuse_cap=16,
+        error_budget=0.2,
+        adaptive=False,
+        reuse_gating=False,
+        shared_context=False,
+    )
+
+
+def test_speculation_comes_from_file_environment_and_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "s2moe.toml"
+    config.write_text('speculation = "off"\npreset = "fast"\nadaptive = false\nreuse_strength = 2\n')
+    monkeypatch.setenv("S2MOE_SPECULATION", "cascade")
+    monkeypatch.setenv("S2MOE_SHARED_CONTEXT", "false")
+    flags = ("--config", str(config), "--preset", "exact", "--shared-context")
+    assert speculation_of(tmp_path, *flags) == Speculation(
+        method="cascade", preset="exact", adaptive=False, reuse_strength=2.0
+    )
 
 
 def test_ready_text_holds_a_command_that_works_as_it_stands() -> None:

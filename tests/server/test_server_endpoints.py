@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+import msgspec
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import MODEL, FakeEngine
 from server_rig import ServerRig, StartServer
 
 from s2moe.server.engine_client import EngineState
@@ -59,8 +60,18 @@ async def test_model_card_describes_the_loaded_model(rig: ServerRig) -> None:
         "quantization": "Q4_0",
         "n_expert": 16,
         "n_expert_used": 4,
+        "speculation_method": "off",
+        "speculation_preset": None,
+        "speculation_limit": None,
     }
     assert (await rig.http.get("/v1/models/demo")).json() == card
+
+
+async def test_model_card_says_how_the_model_drafts(start_server: StartServer) -> None:
+    drafting = {"speculation_method": "s2moe", "speculation_preset": "fast", "speculation_limit": "one chain"}
+    rig = await start_server(FakeEngine(model=msgspec.structs.replace(MODEL, **drafting)))
+    (card,) = (await rig.http.get("/v1/models")).json()["data"]
+    assert drafting.items() <= card["meta"].items()
 
 
 async def test_model_name_may_hold_a_slash(start_server: StartServer) -> None:
@@ -93,6 +104,9 @@ async def test_openapi_document_describes_the_chat_request_and_its_errors(rig: S
     reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][reference.rpartition("/")[2]]
     assert schema["required"] == ["messages"]
+    options = document["components"]["schemas"]["S2moeOptions"]
+    assert options["additionalProperties"] is False
+    assert "acceptance_length" in document["components"]["schemas"]["Speculation"]["properties"]
     assert "likeliest" in schema["properties"]["temperature"]["description"]
     assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= set(operation["responses"])
     assert "422" not in operation["responses"]

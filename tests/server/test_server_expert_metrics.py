@@ -266,7 +266,7 @@ async def test_answer_says_what_it_asked_of_the_cache(start_server: StartServer)
     timings = (await rig.post(chat())).json()["timings"]
     assert expert_keys(timings) == EXPERT_TIMINGS
     assert timings["predicted_per_second"] == 8.0
-    assert set(timings) == set(TimingsSchema.model_fields)
+    assert set(timings) == set(TimingsSchema.model_fields) - {"draft_n", "draft_n_accepted"}
     last = chunks_of((await rig.post(chat(stream=True))).text)[-1]
     assert last["timings"] == timings
 

@@ -115,7 +115,7 @@ async def test_names_keep_the_rules(rig: ServerRig) -> None:
             assert samples <= {name}
         else:
             assert kind == "histogram"
-            assert name.endswith(("_seconds", "_tokens"))
+            assert name.endswith(("_seconds", "_tokens", "_ratio", "_length"))
 
 
 async def test_counters_are_right_after_requests(start_server: StartServer) -> None:
@@ -222,6 +222,7 @@ async def test_model_is_shown_once_it_is_known(start_server: StartServer) -> Non
         "ctx": "4096",
         "n_experts": "16",
         "n_experts_used": "4",
+        "spec_method": "off",
     }
     with pytest.raises(LookupError):
         await rig.sample("s2moe_model_info", **labels)

@@ -107,6 +107,17 @@ def error_of(cli: dict[str, object], config: Path | None = None) -> str:
         ("max_body_size", "2000TiB", "--max-body-size"),
         ("io", "mmap", "--io"),
         ("reader", "uring", "--reader"),
+        ("speculation", "eagle", "--speculation"),
+        ("preset", "custom", "--preset"),
+        ("exact", "perhaps", "--exact"),
+        ("draft_experts", "-1", "--draft-experts"),
+        ("max_nodes", "0", "--max-nodes"),
+        ("max_nodes", "8", "--max-nodes"),
+        ("reuse_strength", "11", "--reuse-strength"),
+        ("reuse_strength", "nan", "--reuse-strength"),
+        ("reuse_cap", "-1", "--reuse-cap"),
+        ("error_budget", "1.1", "--error-budget"),
+        ("adaptive", "sometimes", "--adaptive"),
     ],
 )
 def test_bad_value_names_its_source(

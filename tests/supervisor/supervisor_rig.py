@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
-from s2moe.engine.messages import Configure, EngineStats, Generate, GenerationEvent
+from s2moe.engine.messages import Configure, EngineStats, Finished, Generate, GenerationEvent
 from s2moe.server.engine_client import EngineState
 from s2moe.server.engine_exit import OomKillCounter
 from s2moe.server.restart_policy import RestartLimits
@@ -50,6 +50,7 @@ class RecordingObserver:
         self.states: list[EngineState] = []
         self.details: list[str] = []
         self.stats: list[EngineStats] = []
+        self.finished: list[Finished] = []
         self.phases: list[tuple[str, float]] = []
         self.restarts: list[str] = []
         self.restart_details: list[str] = []
@@ -74,6 +75,10 @@ class RecordingObserver:
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats.append(stats)
+        self._pulse()
+
+    def on_finished(self, event: Finished) -> None:
+        self.finished.append(event)
         self._pulse()
 
     def on_start_phase(self, phase: str, seconds: float) -> None:

@@ -223,6 +223,16 @@ async def test_a_death_is_seen_while_the_consumer_takes_nothing(rig: Rig) -> Non
             await anext(stream)
 
 
+async def test_the_end_of_every_request_reaches_the_observer(rig: Rig) -> None:
+    await rig.run("finish", request_id="whole")
+    stream = generate(rig.supervisor, rig.request("started", "until-abort", request_id="aborted"))
+    await anext(stream)
+    await stream.aclose()
+    await rig.run("finish-of:foreign", "finish", request_id="last")
+    ends = [(event.request_id, event.reason) for event in rig.observer.finished]
+    assert ends == [("whole", "stop"), ("aborted", "cancelled"), ("last", "stop")]
+
+
 async def test_stats_and_message_sizes_reach_the_observer(rig: Rig) -> None:
     request = rig.request("stats:7", "step:x", "finish")
     async for _ in generate(rig.supervisor, request):

@@ -38,6 +38,44 @@ int32_t s2moe_speculator_limits(const llama_model * model, char ** limits_json) 
     });
 }
 
+int32_t s2moe_gate_select(const s2moe_gate_settings * settings,
+                          int32_t n_rows,
+                          int32_t n_expert,
+                          int32_t k,
+                          int32_t kind,
+                          const float * scores,
+                          const float * weights,
+                          const uint8_t * residency,
+                          const double * prefixes,
+                          const double * allowances,
+                          int32_t * exact,
+                          int32_t * chosen,
+                          double * displaced) {
+    return guard(S2MOE_ERROR_NO_MEMORY, [&] {
+        const s2moe::gate_settings native = {.budget = settings->error_budget,
+                                             .strength = settings->reuse_strength,
+                                             .residency_weight = settings->residency_weight,
+                                             .cap = settings->reuse_cap,
+                                             .single_token_bias = settings->single_token_bias};
+        const s2moe::gate_input input = {.n_rows = n_rows,
+                                         .n_expert = n_expert,
+                                         .k = k,
+                                         .scores = scores,
+                                         .weights = weights,
+                                         .kind = kind,
+                                         .residency = {residency, static_cast<size_t>(n_expert)}};
+        const auto rows = static_cast<size_t>(n_rows);
+        const auto choices = s2moe::choose_experts(native, input, {prefixes, rows}, {allowances, rows});
+        std::fill_n(exact, n_rows * k, -1);
+        std::fill_n(chosen, n_rows * k, -1);
+        for (int b = 0; b < n_rows; ++b) {
+            std::copy(choices[b].exact.begin(), choices[b].exact.end(), exact + b * k);
+            std::copy(choices[b].chosen.begin(), choices[b].chosen.end(), chosen + b * k);
+            displaced[b] = choices[b].displaced;
+        }
+    });
+}
+
 s2moe_speculator * s2moe_speculator_create(llama_context * ctx,
                                            llama_context * draft_ctx,
                                            const char * state_json,

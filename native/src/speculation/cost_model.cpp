@@ -157,7 +157,7 @@ void cost_model::fade(double keep) {
 void cost_model::learn(size_t kind, const vector & x, double measured) {
     const double residual = std::abs(measured - dot(scaled, x));
     streak = residual > clip * usual_residual ? streak + 1 : 0;
-    const bool changed = streak >= change_streak;
+    const bool changed = keep < 1 && streak >= change_streak;
     const double clipped = changed ? residual : std::min(residual, clip * usual_residual);
     const double trust = residual > 0 ? clipped / residual : 1;
     // of a normal distribution the mean absolute value is 0.8 standard deviations

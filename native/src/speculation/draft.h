@@ -17,6 +17,7 @@ namespace s2moe {
 struct draft_view {
     std::vector<std::pair<int32_t, double>> next; // the likeliest next tokens with their probabilities, best first
     expert_set predicted;                         // the router's choice with all k experts, by layer
+    expert_set likely;                            // of them, those worth reading ahead
 };
 
 /*
@@ -55,6 +56,10 @@ class drafter {
     // Experts that were in memory when the last evaluation began.
     const expert_set & resident() const {
         return gate.resident();
+    }
+    // Experts that it used.
+    int n_used_experts() const {
+        return gate.rows().front().chosen.size();
     }
     size_t graph_bytes() const {
         return graphs.n_bytes();

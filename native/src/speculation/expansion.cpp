@@ -101,6 +101,14 @@ bool expansion::pays(const draft_node & node, double cost) const {
     return worth > 0 && worth >= cost;
 }
 
+// Whether the node would be admitted on average, and then a child as likely given the node as the node is given its
+// parent would gain what the draft's evaluation of the node costs.
+bool expansion::child_pays(const draft_node & node, double routing_seconds) const {
+    const double cost = costs.row_seconds + routing_seconds;
+    const double child_worth = node.path * node.calibrated * costs.single_seconds;
+    return may_have_children(node) && pays(node, cost) && child_worth >= cost + costs.draft_seconds;
+}
+
 // Of a node's new experts, on average; < 0: unknown.
 double expansion::typical_seconds() const {
     if (new_nodes > 0) {
@@ -123,8 +131,7 @@ int expansion::next() const {
             !pays(node, costs.row_seconds + costs.draft_seconds)) {
             continue;
         }
-        const bool left_to_finish =
-            !may_have_children(node) && routing_seconds >= 0 && costs.draft_seconds >= routing_seconds;
+        const bool left_to_finish = routing_seconds >= 0 && !child_pays(node, routing_seconds);
         if (!left_to_finish && (best == -1 || likelier(node, tree[best]))) {
             best = i;
         }

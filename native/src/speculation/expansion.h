@@ -60,9 +60,11 @@ struct draft_node {
 // again after each, until none passes. Ties go to the larger confidence, then to the earlier offer.
 //
 // finish() exists because a draft needs no evaluation of its own to be verified: its token came from its parent. The
-// draft's evaluation yields only its routing, which sharpens the admit test, and its children. Where that costs
-// more than it can change (all experts resident; the last free row; the greatest depth) the node is judged by what
-// nodes cost on average. next() leaves such candidates to finish() where they can have no admitted children.
+// draft's evaluation yields its routing, which sharpens the admit test, and its children. Once it is known what nodes
+// cost on average, a node is evaluated only if it would be admitted at that price, and a child that is as likely given
+// the node as the node given its parent would gain more than the evaluation costs. The others are left to finish(),
+// which judges them by the average. (With evaluations of every candidate that passes the decode test, three of four
+// evaluations were of nodes never admitted, and drafting lost what it gained: docs/speculation.md.)
 class expansion {
   public:
     // root: the experts that the root's own row will use, covered from the start; resident: those in memory.
@@ -73,7 +75,8 @@ class expansion {
     void offer(int parent, std::span<const std::pair<int32_t, double>> tokens_and_confidences, const calibration & by);
 
     // The candidate that the draft should evaluate next: the one with the largest path whose parent is admitted, that
-    // passes the decode test and that the limits would let in; -1: none. The same one until it is evaluated.
+    // passes the decode test, is not left to finish() and would be let in by the limits; -1: none. The same one until
+    // it is evaluated.
     int next() const;
 
     // The routing of a candidate. std::out_of_range: no such node; std::invalid_argument: a set of another model.
@@ -108,6 +111,7 @@ class expansion {
     bool fits(const draft_node & node) const;
     bool may_have_children(const draft_node & node) const;
     bool pays(const draft_node & node, double cost) const;
+    bool child_pays(const draft_node & node, double routing_seconds) const;
     double typical_seconds() const;
     double admission_seconds(const draft_node & node) const;
     void admit(int node);

@@ -13,6 +13,7 @@ namespace s2moe {
 
 namespace {
 
+constexpr double likely_share = 0.625; // of the k experts that a draft predicts: read ahead (docs/speculation.md)
 constexpr double no_score = -std::numeric_limits<double>::infinity();
 
 // The k best indices of `values`, best first; ties: the lower one. Those of no_score are left out.
@@ -234,7 +235,7 @@ void expert_gate::begin_draft(int n) {
     k_draft = n;
     snapshot();
     results.assign(1, {});
-    results[0].exact = results[0].chosen = expert_set(n_layers, n_experts);
+    results[0].exact = results[0].likely = results[0].chosen = expert_set(n_layers, n_experts);
     llama_moe_set_gate(ctx, run, layers.data());
 }
 
@@ -301,11 +302,21 @@ void expert_gate::run_layer(ggml_tensor * dst, const llama_moe_gate_layer & laye
     if (drafting) {
         const std::vector<double> none(n_rows, 0);
         const auto choices = choose_experts({}, input, none, none);
-        for (const int e : choices.back().exact) {
-            results[0].exact.add(layer.layer, e);
+        const auto n_likely = static_cast<size_t>(std::lround(likely_share * input.k));
+        for (size_t i = 0; i < choices.back().exact.size(); ++i) {
+            results[0].exact.add(layer.layer, choices.back().exact[i]);
+            if (i < n_likely) {
+                results[0].likely.add(layer.layer, choices.back().exact[i]);
+            }
         }
         for (int b = 0; b < n_rows; ++b) {
-            keep_only(b, choose_resident(input, b, k_draft));
+            const std::vector<int> chosen = choose_resident(input, b, k_draft);
+            keep_only(b, chosen);
+            for (const int e : chosen) {
+                if (b == n_rows - 1 && input.residency[e] == S2MOE_RESIDENT) {
+                    results[0].chosen.add(layer.layer, e);
+                }
+            }
         }
         return;
     }

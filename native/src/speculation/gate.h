@@ -94,8 +94,9 @@ class expert_gate {
 
     // of the last decode, by row
     struct row_result {
-        expert_set exact; // the router's choice with all k experts
-        expert_set chosen;
+        expert_set exact;     // the router's choice with all k experts
+        expert_set likely;    // of a draft: the best of them, which the target is most likely to choose, too
+        expert_set chosen;    // after the gate; of a draft: what it used
         double displaced = 0; // sum over layers
         int n_layers = 0;
         int n_biased = 0; // layers with another choice than the router's

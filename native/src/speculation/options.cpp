@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <string_view>
 
 #include "error.h"
 #include "json.h"
@@ -18,10 +19,26 @@ struct preset {
 };
 
 // The budgets were chosen by agreement with the exact target on the demo model (docs/speculation.md).
-constexpr std::array presets = {preset{"exact", 0, false}, preset{"balanced", 0.05, false}, preset{"fast", 0.10, true}};
+constexpr std::array presets = {preset{"exact", 0, false}, preset{"balanced", 0.05, true}, preset{"fast", 0.10, true}};
 
 constexpr std::array methods = {
     draft_method::off, draft_method::s2moe, draft_method::expert_skip, draft_method::cascade};
+
+constexpr std::array<std::string_view, 15> keys = {"method",
+                                                   "preset",
+                                                   "exact",
+                                                   "error_budget",
+                                                   "reuse_strength",
+                                                   "residency_weight",
+                                                   "single_token_bias",
+                                                   "reuse_cap",
+                                                   "draft_experts",
+                                                   "max_nodes",
+                                                   "adaptive",
+                                                   "reuse_gating",
+                                                   "shared_context",
+                                                   "prefetch",
+                                                   "samples"};
 
 [[noreturn]] void reject(const char * key, const std::string & allowed) {
     throw failure(S2MOE_ERROR_INVALID, std::string(key) + " must be " + allowed);
@@ -102,6 +119,11 @@ speculation_options read_options(const char * json, int k, int n_expert) {
     const common_json object = common_json::parse(json == nullptr || *json == '\0' ? "{}" : json);
     if (!object.is_object()) {
         throw failure(S2MOE_ERROR_INVALID, "the options are no JSON object");
+    }
+    for (const auto & [key, value] : object.items()) {
+        if (std::find(keys.begin(), keys.end(), key) == keys.end()) {
+            throw failure(S2MOE_ERROR_INVALID, key + " is no option of speculation");
+        }
     }
     const reader options(object);
     speculation_options result;

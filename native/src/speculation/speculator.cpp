@@ -19,6 +19,8 @@ constexpr int fixed_width = 2;
 constexpr int skip_depth = 7; // of expert-skip's tree
 constexpr int wide_rows_max = 16;
 
+constexpr double nearly_none = 1e-3; // of an average that is 0 while unknown
+
 double seconds_since(std::chrono::steady_clock::time_point begun) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
 }
@@ -74,6 +76,7 @@ speculator::speculator(llama_context * ctx, llama_context * draft_ctx, const cha
         const auto scalars = numbers(state, "seconds");
         // each checks what it takes; what does not fit is learnt again
         verify_costs.load(numbers(state, "verify"));
+        draft_costs.load(numbers(state, "draft"));
         confidences.load(numbers(state, "confidence"));
         pacing.load(numbers(state, "controller"));
         if (scalars.size() == 4 && std::all_of(scalars.begin(), scalars.end(), [](double x) {
@@ -93,6 +96,7 @@ std::string speculator::state() const {
     const common_json result = {
         {"version", state_version},
         {"verify", verify_costs.save()},
+        {"draft", draft_costs.save()},
         {"confidence", confidences.save()},
         {"controller", pacing.save()},
         {"seconds", std::vector<double>{draft_seconds, single_seconds, typical_hits, typical_misses}}};
@@ -229,21 +233,24 @@ speculator::drafted_tree speculator::draft(llama_token root, llama_pos position,
     return tree;
 }
 
+draft_view speculator::evaluate_draft(drafter & by, int parent, llama_token token) {
+    const auto begun_at = clock::now();
+    draft_view view = by.evaluate(parent, token);
+    const double seconds = seconds_since(begun_at);
+    average(draft_seconds, seconds);
+    draft_costs.observe({1, by.n_used_experts(), 0}, seconds);
+    n_decodes += by.is_shared();
+    return view;
+}
+
 // `width` chains of the likeliest tokens, the i-th beginning with the i-th likeliest.
 speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int depth, int width) {
     drafted_tree tree;
     tree.used = true;
-    const auto evaluate = [&](int parent, llama_token token) {
-        const auto begun_at = clock::now();
-        draft_view view = by.evaluate(parent, token);
-        average(draft_seconds, seconds_since(begun_at));
-        ++counters.n_drafted;
-        n_decodes += by.is_shared();
-        return view;
-    };
+    const auto evaluate = [&](int parent, llama_token token) { return evaluate_draft(by, parent, token); };
     int n_evaluated = 1;
     const draft_view root = evaluate(-1, 0);
-    prefetch(root.predicted, {}, {});
+    prefetch(root.likely, {}, {});
     tree.predicted.push_back(root.predicted);
     for (int chain = 0; chain < width && chain < static_cast<int>(root.next.size()); ++chain) {
         int parent = -1;
@@ -253,6 +260,7 @@ speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int 
         for (int d = 1; d <= depth && static_cast<int>(tree.nodes.size()) < n_nodes; ++d) {
             path *= confidences.calibrated(confidence, d);
             tree.nodes.push_back({parent, token, d, path, confidence});
+            ++counters.n_drafted;
             tree.predicted.emplace_back();
             parent = static_cast<int>(tree.nodes.size()) - 1;
             if (d == depth || static_cast<int>(tree.nodes.size()) == n_nodes) {
@@ -260,7 +268,7 @@ speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int 
             }
             const draft_view view = evaluate(evaluated_parent, token);
             evaluated_parent = n_evaluated++;
-            prefetch(view.predicted, {}, {});
+            prefetch(view.likely, {}, {});
             tree.predicted.back() = view.predicted;
             if (view.next.empty()) {
                 break;
@@ -276,13 +284,7 @@ speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes)
     tree.used = true;
     std::vector<draft_view> views;    // of what was evaluated, in order
     std::vector<int> evaluation = {}; // of the expansion's nodes: index in `views`
-    const auto evaluate = [&](int parent, llama_token token) {
-        const auto begun_at = clock::now();
-        views.push_back(by.evaluate(parent, token));
-        average(draft_seconds, seconds_since(begun_at));
-        ++counters.n_drafted;
-        n_decodes += by.is_shared();
-    };
+    const auto evaluate = [&](int parent, llama_token token) { views.push_back(evaluate_draft(by, parent, token)); };
     evaluate(-1, 0);
     const expert_set resident = by.resident();
     expansion growing(costs(),
@@ -294,10 +296,10 @@ speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes)
                       views[0].predicted,
                       resident);
     if (typical_hits >= 0) {
-        growing.set_typical(typical_hits, std::max(0.0, typical_misses));
+        growing.set_typical(typical_hits, typical_misses);
     }
     pin(views[0].predicted);
-    prefetch(views[0].predicted, {}, resident);
+    prefetch(views[0].likely, {}, resident);
     growing.offer(-1, views[0].next, confidences);
     int n_leaves_drafted = 1;
     std::vector<int> n_children(1, 0); // evaluated children by view
@@ -316,16 +318,12 @@ speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes)
         growing.evaluated(i, views.back().predicted);
         for (const int admitted : growing.take_admitted()) {
             pin(growing.covered());
-            prefetch(growing.nodes()[admitted].predicted, covered, resident);
+            prefetch(views[evaluation[admitted]].likely, covered, resident);
             growing.offer(admitted, views[evaluation[admitted]].next, confidences);
         }
         evaluation.resize(growing.nodes().size(), -1);
     }
-    growing.finish();
-    if (growing.n_new_nodes() > 0) {
-        average(typical_hits, std::max(1e-3, static_cast<double>(growing.n_new_hits()) / growing.n_new_nodes()));
-        average(typical_misses, std::max(1e-3, static_cast<double>(growing.n_new_misses()) / growing.n_new_nodes()));
-    }
+    counters.n_drafted += static_cast<int64_t>(growing.finish().size() + views.size()) - 1; // the root is no draft
     tree.predicted.push_back(views[0].predicted);
     std::vector<int> index(growing.nodes().size(), -1);
     for (const int i : growing.admitted()) {
@@ -342,9 +340,6 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     if (!begun) {
         throw failure(S2MOE_ERROR_INVALID, "s2moe_speculator_begin() must come before a step");
     }
-    if (!draftable) {
-        throw failure(S2MOE_ERROR_UNSUPPORTED, "this model cannot be drafted for: use s2moe_decode()");
-    }
     if (n_max < 1 || root < 0 || root >= llama_vocab_n_tokens(vocab)) {
         throw failure(S2MOE_ERROR_INVALID, "n_max must be at least 1, and root a token of the vocabulary");
     }
@@ -353,6 +348,9 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
         throw failure(S2MOE_ERROR_INVALID,
                       "the KV cache ends at position " + std::to_string(last) + ", not at " +
                           std::to_string(position - 1));
+    }
+    if (!draftable) {
+        return step_plainly(root, position, choose);
     }
     const auto begun_at = clock::now();
     const int n_nodes =
@@ -409,11 +407,33 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     return tokens;
 }
 
-int speculator::accept(const drafted_tree & tree,
-                       int n_max,
-                       const chooser & choose,
-                       std::vector<llama_token> & tokens,
-                       std::vector<int> & path) {
+// For a model without a speculator's means.
+std::vector<llama_token> speculator::step_plainly(llama_token root, llama_pos position, const chooser & choose) {
+    const auto begun_at = clock::now();
+    token_batch batch;
+    batch.add(root, position, {0}, true);
+    run_batch(ctx, batch, position, 1, decode_kind::by_width, experts);
+    std::vector<llama_token> tokens;
+    try {
+        check_logits(ctx, 0);
+        tokens.push_back(choose(0));
+    } catch (...) {
+        llama_memory_seq_rm(llama_get_memory(ctx), 0, position, -1);
+        throw;
+    }
+    committed_rows = {{0, 0, 0}};
+    ++counters.n_steps;
+    ++counters.n_tokens;
+    ++counters.n_committed_rows;
+    counters.verify_seconds += seconds_since(begun_at);
+    return tokens;
+}
+
+void speculator::accept(const drafted_tree & tree,
+                        int n_max,
+                        const chooser & choose,
+                        std::vector<llama_token> & tokens,
+                        std::vector<int> & path) {
     int node = -1;
     while (true) {
         try {
@@ -423,11 +443,12 @@ int speculator::accept(const drafted_tree & tree,
             if (tokens.empty()) {
                 throw;
             }
-            return node; // the next step will meet it again
+            path.pop_back(); // the last token is a root again, and the next step will meet the failure
+            return;
         }
         const llama_token token = tokens.back();
         if (static_cast<int>(tokens.size()) >= n_max || llama_vocab_is_eog(vocab, token)) {
-            return node;
+            return;
         }
         int next = -1;
         for (int i = 0; i < static_cast<int>(tree.nodes.size()); ++i) {
@@ -448,7 +469,7 @@ int speculator::accept(const drafted_tree & tree,
             }
         }
         if (next < 0) {
-            return node;
+            return;
         }
         node = next;
         path.push_back(node);
@@ -464,7 +485,11 @@ void speculator::learn_costs(int n_rows, double seconds) {
     verify_costs.observe({n_rows, counts.resident, counts.missing}, seconds);
     if (n_rows == 1) {
         average(single_seconds, seconds);
+        return;
     }
+    const auto added = touched.new_beyond(target->gate().rows().front().chosen, target->gate().resident());
+    average(typical_hits, std::max(nearly_none, static_cast<double>(added.resident) / (n_rows - 1)));
+    average(typical_misses, std::max(nearly_none, static_cast<double>(added.missing) / (n_rows - 1)));
 }
 
 void speculator::count_experts(const drafted_tree & tree) {

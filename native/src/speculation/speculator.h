@@ -58,6 +58,7 @@ class speculator {
     int room(llama_pos position, int n_max) const;
     drafter & active_drafter();
     drafted_tree draft(llama_token root, llama_pos position, int n_nodes);
+    draft_view evaluate_draft(drafter & by, int parent, llama_token token);
     drafted_tree draft_adaptively(drafter & by, int n_nodes);
     drafted_tree draft_fixed(drafter & by, int n_nodes, int depth, int width);
     void disable(const char * reason, const std::string & detail);
@@ -65,11 +66,12 @@ class speculator {
     void pin(const expert_set & wanted);
     void learn_costs(int n_rows, double seconds);
     void count_experts(const drafted_tree & tree);
-    int accept(const drafted_tree & tree,
-               int n_max,
-               const chooser & choose,
-               std::vector<llama_token> & tokens,
-               std::vector<int> & path);
+    std::vector<llama_token> step_plainly(llama_token root, llama_pos position, const chooser & choose);
+    void accept(const drafted_tree & tree,
+                int n_max,
+                const chooser & choose,
+                std::vector<llama_token> & tokens,
+                std::vector<int> & path);
     void commit(const drafted_tree & tree, const std::vector<int> & path);
     expansion_costs costs() const;
     double credit() const;
@@ -96,6 +98,7 @@ class speculator {
     std::vector<s2moe_committed_row> committed_rows;
 
     cost_model verify_costs;
+    cost_model draft_costs;
     double draft_seconds = 0;  // of one evaluation, decayed mean
     double single_seconds = 0; // T_AR, decayed mean
     double typical_hits = -1;  // new experts of an admitted node, decayed means; -1: unknown

@@ -1,0 +1,154 @@
+"""Where the tokens of one answer come from: one decode each, or steps that draft and verify."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from s2moe.engine.errors import RequestError
+from s2moe.engine.messages import Generate, SpeculationReport
+from s2moe.engine.model import Model
+from s2moe.engine.native import NativeError, Sampler, Status
+from s2moe.engine.native_speculation import Speculator
+from s2moe.engine.speculation import OFF, UNSUPPORTED, has_own_context, merge, refused, report_to_wire
+
+logger = logging.getLogger(__name__)
+
+
+class Decoder(Protocol):
+    """Continues the KV cache, whose last logits are those of the prompt. One for each answer."""
+
+    n_steps: int
+    """Evaluations of the target model so far."""
+    is_exact: bool
+    """Whether the answer must be the one that the model gives alone."""
+
+    def next_tokens(self, n_max: int) -> list[int]:
+        """The next 1 … n_max tokens, as many as come at once. An answer that ends with one of them drops the
+        rest, which the KV cache holds all the same.
+
+        Raises RequestAbortedError and RequestError; the KV cache is then as before.
+        """
+        ...
+
+    def report(self) -> SpeculationReport | None:
+        """What speculation did; None where none was asked for."""
+        ...
+
+
+class PlainDecoder:
+    """One token per decode."""
+
+    def __init__(
+        self, model: Model, sampler: Sampler, *, has_grammar: bool, disabled_reason: str = ""
+    ) -> None:
+        """`disabled_reason`: why there is no speculation though the request asks for it."""
+        self._model = model
+        self._sampler = sampler
+        self._has_grammar = has_grammar
+        self._disabled_reason = disabled_reason
+        self._last: int | None = None
+        self.n_steps = 0
+        self.is_exact = True
+
+    def next_tokens(self, n_max: int) -> list[int]:
+        if self._last is not None:
+            self._model.decode([self._last])
+            self.n_steps += 1
+        self._last = self._sample()
+        return [self._last]
+
+    def after(self, token: int) -> int:
+        """Evaluates `token` and returns the next."""
+        self._last = token
+        return self.next_tokens(1)[0]
+
+    def _sample(self) -> int:
+        try:
+            return self._sampler.sample(self._model.context)
+        except NativeError as error:
+            if self._has_grammar:
+                message = f"the grammar allows no further token: {error.message}"
+                raise RequestError("invalid_grammar", message, param="grammar") from error
+            raise RequestError("internal", f"sampling failed: {error.message}") from error
+
+    def report(self) -> SpeculationReport | None:
+        if not self._disabled_reason:
+            return None
+        return SpeculationReport(
+            disabled_reason=self._disabled_reason, n_steps=self.n_steps, n_tokens=self.n_steps
+        )
+
+
+class SpeculativeDecoder:
+    """Steps of a speculator."""
+
+    def __init__(
+        self,
+        model: Model,
+        speculator: Speculator,
+        sampler: Sampler,
+        options: dict[str, Any],
+        *,
+        has_grammar: bool,
+    ) -> None:
+        """Raises NativeError as Speculator.begin()."""
+        self._model = model
+        self._speculator = speculator
+        self._sampler = sampler
+        self._options = options
+        self._plain = PlainDecoder(model, sampler, has_grammar=has_grammar)
+        self._last: int | None = None
+        self.n_steps = 0
+        speculator.begin(options)
+        self.is_exact = speculator.report()["error_budget"] == 0
+
+    def next_tokens(self, n_max: int) -> list[int]:
+        if self._last is None:
+            # counters start here, not before the prompt, whose options had to be checked first
+            self._speculator.begin(self._options)
+            if has_own_context(self._options):
+                self._speculator.feed(self._model.kv_tokens)
+            tokens = self._plain.next_tokens(1)
+        else:
+            tokens = self._step(self._last, n_max)
+            self.n_steps += 1
+        self._last = tokens[-1]
+        return tokens
+
+    def _step(self, root: int, n_max: int) -> list[int]:
+        try:
+            return self._model.speculate(self._speculator, self._sampler, root, n_max)
+        except RequestError as error:
+            if error.code != "internal":
+                raise
+            # such as a grammar at its end within the step: what a token at a time makes of it, counts
+            logger.debug("a step of speculation failed, one token is decoded plainly: %s", error.message)
+            return [self._plain.after(root)]
+
+    def report(self) -> SpeculationReport | None:
+        report = self._speculator.report()
+        if detail := report.get("disabled_detail"):
+            logger.warning("the response went on without speculation: %s", detail)
+        return report_to_wire(report)
+
+
+def create_decoder(model: Model, request: Generate, sampler: Sampler) -> Decoder:
+    """The decoder for what request and server ask for, and the model allows.
+
+    Raises RequestError when the request's options are out of their domain, or not those of this server.
+    """
+    has_grammar = bool(request.sampling.grammar)
+    options = merge(model.speculation.asked, request.speculation)
+    if options["method"] == OFF:
+        return PlainDecoder(model, sampler, has_grammar=has_grammar)
+    model.speculation.check(options)
+    if model.speculator is not None:
+        try:
+            return SpeculativeDecoder(model, model.speculator, sampler, options, has_grammar=has_grammar)
+        except NativeError as error:
+            if error.status == Status.INVALID:
+                raise refused(error.message) from error
+            if error.status != Status.UNSUPPORTED:
+                raise
+    return PlainDecoder(model, sampler, has_grammar=has_grammar, disabled_reason=UNSUPPORTED)

@@ -1,0 +1,73 @@
+"""The comparison of greedy answers, on made-up answers and on a random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from s2moe.bench.exactness import Answer, Totals, compare, parse, questions, table
+from s2moe.engine.messages import Configure, Speculation
+from s2moe.engine.model import Model
+
+from gguf_factory import write_random_model
+
+
+def answer(tokens: list[int], leads: list[float], *, salt: bytes = b"") -> Answer:
+    return Answer(tokens, [bytes([token]) + salt for token in tokens], leads)
+
+
+def test_equal_answers_are_exact() -> None:
+    totals = Totals()
+    totals.add("a", answer([1, 2, 3], [1.0, 1e-5, 1.0]), answer([1, 2, 3], [1.0, 1e-5, 1.0]), 1e-3)
+    assert totals.is_exact
+    assert (totals.n_prompts, totals.n_tokens, totals.n_near_ties) == (1, 3, 1)
+    assert totals.differences == []
+
+
+def test_other_bits_of_the_same_text_are_counted() -> None:
+    totals = Totals()
+    totals.add("a", answer([1, 2, 3], [1.0] * 3), answer([1, 2, 3], [1.0] * 3, salt=b"x"), 1e-3)
+    assert not totals.is_exact
+    assert (totals.n_rows_of_other_bits, totals.n_other_texts) == (3, 0)
+    assert "3 rows" in totals.differences[0]
+
+
+@pytest.mark.parametrize(("lead", "n_near_ties"), [(1e-4, 1), (0.5, 0)])
+def test_another_text_counts_up_to_where_it_parts(lead: float, n_near_ties: int) -> None:
+    totals = Totals()
+    plain, ours = answer([1, 2, 3, 4], [1.0, lead, 1.0, 1.0]), answer([1, 9, 7, 8], [1.0] * 4)
+    totals.add("a", plain, ours, 1e-3)
+    assert not totals.is_exact
+    assert (totals.n_other_texts, totals.n_other_texts_at_near_ties) == (1, n_near_ties)
+    assert totals.n_rows_of_other_bits == 1
+    assert "token 1 differs" in totals.differences[0]
+
+
+def test_questions_differ() -> None:
+    assert len(set(questions(200))) == 200
+    assert len(questions(3)) == 3
+
+
+@pytest.mark.parametrize("flags", [[], ["--forced"]], ids=["adaptive", "forced"])
+def test_a_random_model(tmp_path: Path, flags: list[str]) -> None:
+    path = tmp_path / "model.gguf"
+    write_random_model(path, "qwen3moe")
+    model = Model(
+        Configure(
+            model_path=str(path),
+            n_ctx=512,
+            n_threads=1,
+            keep_expert_counts=False,
+            speculation=Speculation(method="s2moe"),
+        ),
+        lambda _phase, _fraction: None,
+    )
+    try:
+        totals = compare(model, parse(["--prompts", "2", "--tokens", "24", *flags]))
+    finally:
+        model.close()
+    assert totals.is_exact, totals.differences
+    assert totals.n_prompts == 2
+    assert totals.n_iterations > 0 or not flags
+    assert f"| tokens | {totals.n_tokens} |" in table(totals, 1e-3)

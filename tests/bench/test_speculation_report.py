@@ -1,0 +1,318 @@
+"""What is said about measured pairs: samples, goals, tables, plots, flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from speculation_rig import FakeServer, answer_of, options_of, pairs_of, results_of
+
+from s2moe.bench.speculation import __main__ as command
+from s2moe.bench.speculation.cost_fit import CostFitError, fit_of
+from s2moe.bench.speculation.goals import judge
+from s2moe.bench.speculation.methods import MethodError, method_named
+from s2moe.bench.speculation.plots import draw_all, predictions
+from s2moe.bench.speculation.quality_file import QualityFileError, read_agreement
+from s2moe.bench.speculation.report import markdown
+from s2moe.bench.speculation.results import CellKey, Pair, Results, Sample
+
+Cells = dict[CellKey, list[Pair]]
+
+
+def verdicts(results: Results, **agreement: float) -> dict[str, bool | None]:
+    return {line.what: line.passed for line in judge(results, agreement)}
+
+
+def verdict(results: Results, begin: str, **agreement: float) -> bool | None:
+    """Of the only line that begins so."""
+    (found,) = [passed for what, passed in verdicts(results, **agreement).items() if what.startswith(begin)]
+    return found
+
+
+# samples
+
+
+def test_the_first_token_is_not_timed_and_neither_is_the_prompt() -> None:
+    timings = {"prompt_ms": 5e4, "predicted_expert_read_bytes": 6300.0, "predicted_expert_stall_ms": 500.0}
+    sample = Sample.of(answer_of(2.0, n_tokens=64, **timings, speculation={"misses_avoided": 126}))
+    assert sample.seconds_per_token == pytest.approx(2.0 / 63)
+    assert sample.read_bytes_per_token == pytest.approx(100)
+    assert sample.stall_share == pytest.approx(0.25)
+    assert sample.per_token("misses_avoided") == pytest.approx(2)
+    assert sample.misses_per_token is None, "a model without an expert cache has none"
+
+
+def test_short_answers_are_kept_but_do_not_count() -> None:
+    results = results_of({(1050, "qa", "exact"): [*pairs_of(2.0), *pairs_of(9.0, n_tokens=8)]})
+    assert results.ratios("exact") == pytest.approx([2.0])
+    assert "1 pairs with a short answer do not count" in markdown(results, [])
+
+
+def test_pairs_survive_the_file(tmp_path: Path) -> None:
+    pairs = pairs_of(1.5, 1.2, reuse_ratio=0.5, controller_state="drafting", unknown=1)
+    results = results_of({(None, "rag", "fast"): pairs, (1050, "qa", "exact"): pairs_of(1.0)})
+    results.fits["1050 MiB, shared"] = {"r2": 0.96, "mape": 0.04, "n": 256}
+    results.save(tmp_path / "out.json")
+    assert Results.load(tmp_path / "out.json") == results
+    assert pairs[0].method.speculation == {"reuse_ratio": 0.5, "controller_state": "drafting"}
+
+
+# goals
+
+
+@pytest.mark.parametrize(("worst", "passed"), [((1.0, 1.01, 0.99), True), ((1.0, 1.0, 0.9), False)])
+def test_no_cell_may_be_slower_than_off(worst: tuple[float, ...], passed: bool) -> None:
+    cells: Cells = {(1050, "qa", "exact"): pairs_of(1.5, 1.6), (2800, "rag", "exact"): pairs_of(*worst)}
+    assert verdict(results_of(cells), "exact: lower end of the worst of 2 cells (2800 MiB, rag") is passed
+
+
+def test_speed_is_judged_at_the_drive_bound_limits_only() -> None:
+    cells: Cells = {(1050, "qa", "exact"): pairs_of(1.2, 1.2), (None, "qa", "exact"): pairs_of(1.0, 1.0)}
+    assert verdict(results_of(cells), "exact: geometric mean at 1050 MiB") is True
+    cells[2100, "qa", "exact"] = pairs_of(1.0, 1.0)
+    assert verdict(results_of(cells), "exact: geometric mean at 1050, 2100 MiB") is False
+
+
+def test_agreement_is_part_of_the_goal_and_said_to_be_missing() -> None:
+    results = results_of({(1050, "qa", "balanced"): pairs_of(1.4, 1.4)})
+    what = "balanced: top-1 agreement"
+    assert verdict(results, what, balanced=0.94) is True
+    assert verdict(results, what, balanced=0.92) is False
+    assert verdict(results, what) is None
+    assert "not measured (--quality)" in markdown(results, judge(results, {}))
+
+
+def test_methods_without_gating_must_keep_the_text() -> None:
+    other = pairs_of(1.2, 1.2, text="other")
+    assert verdict(results_of({(1050, "qa", "exact"): other}), "exact: texts of 2 that differ") is False
+    assert verdict(results_of({(1050, "qa", "fast"): other}), "fast: texts of 2 that differ") is None
+    assert verdict(results_of({(1050, "qa", "exact"): pairs_of(1.2)}), "exact: texts of 1") is True
+
+
+def test_the_text_of_off_must_not_depend_on_the_limit() -> None:
+    odd = Pair(0, pairs_of(1.0)[0].method, pairs_of(1.0, text="other")[0].method, method_first=False)
+    what = "off: prompts of 1 whose text is not always the same"
+    cells: Cells = {(1050, "qa", "fast"): pairs_of(1.2), (1500, "qa", "fast"): pairs_of(1.2)}
+    assert verdict(results_of(cells), what) is True
+    cells[1500, "qa", "fast"] = [odd]
+    assert verdict(results_of(cells), what) is False
+
+
+def test_a_component_is_judged_over_the_cells_that_both_have() -> None:
+    cells: Cells = {
+        (1050, "qa", "balanced"): pairs_of(1.5, 1.5),
+        (1500, "qa", "balanced"): pairs_of(1.0, 1.0),
+        (1050, "qa", "no-adaptive"): pairs_of(1.4, 1.4),
+    }
+    assert verdicts(results_of(cells))["balanced / no-adaptive"] is True
+    cells[1500, "qa", "no-adaptive"] = pairs_of(1.3, 1.3)
+    assert verdicts(results_of(cells))["balanced / no-adaptive"] is False
+
+
+def test_cost_model_and_failed_cells_are_judged() -> None:
+    results = results_of({(1050, "qa", "exact"): pairs_of(1.2)})
+    results.fits["1050 MiB, shared"] = {"r2": 0.96, "mape": 0.06, "n": 256}
+    results.errors[1500, "qa", "exact"] = "it ended\n  log"
+    assert verdict(results, "1050 MiB, shared: R²") is True
+    assert verdict(results, "1050 MiB, shared: MAPE") is False
+    assert verdict(results, "1500 MiB, qa, exact") is False
+
+
+# tables
+
+
+def test_tables_have_a_row_for_each_workload_and_their_mean() -> None:
+    cells: Cells = {
+        (1050, "qa", "exact"): pairs_of(1.0, 1.0, mean_tokens_per_step=1.75, displaced_weight=0.04),
+        (1050, "rag", "exact"): pairs_of(4.0, 4.0),
+        (1050, "qa", "fast"): pairs_of(3.0),
+    }
+    results = results_of(cells)
+    text = markdown(results, judge(results, {}))
+    assert "| workload | exact | fast |" in text
+    assert "| qa | 1.00 (1.00 to 1.00) | 3.00 |" in text
+    assert "| rag | 4.00 (4.00 to 4.00) | – |" in text
+    assert "| all | 2.00 (1.00 to 4.00) | 3.00 |" in text
+    assert "| exact | 2.00 (1.00 to 4.00) | 2.00 (1.00 to 4.00) | 1.00 (1050 MiB, qa) |" in text
+    (figures,) = [line for line in text.splitlines() if line.startswith("| exact | ") and "1.75" in line]
+    assert "4.0%" in figures
+    assert "## Goals" in text
+
+
+# quality files
+
+
+def test_agreement_is_read_by_preset_and_by_budget(tmp_path: Path) -> None:
+    def setting(share: float, **options: Any) -> dict[str, Any]:
+        return {"options": {"method": "s2moe", **options}, "rows": {"all": {"same_top1": share}}}
+
+    settings = [
+        setting(0.94, preset="balanced"),
+        setting(0.97, preset="balanced", error_budget=0.02),
+        setting(0.5, preset="balanced", draft_experts=1),
+    ]
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps({"settings": settings}))
+    assert read_agreement([path]) == {"balanced": 0.94, "budget-0.02": 0.97}
+    path.write_text("[]")
+    with pytest.raises(QualityFileError, match="is no JSON of `s2moe quality`"):
+        read_agreement([path])
+    with pytest.raises(QualityFileError, match="cannot read"):
+        read_agreement([tmp_path / "missing"])
+
+
+# cost model
+
+
+def test_fit_is_perfect_without_errors_and_nothing_where_only_the_mean_is_known() -> None:
+    times = [0.01 * (1 + number % 7) for number in range(100)]
+    assert fit_of([(seconds, seconds) for seconds in times])["r2"] == pytest.approx(1)
+    off = fit_of([(1.05 * seconds, seconds) for seconds in times])
+    assert off["mape"] == pytest.approx(0.05)
+    mean = sum(times) / len(times)
+    assert fit_of([(mean, seconds) for seconds in times])["r2"] == pytest.approx(0)
+    with pytest.raises(CostFitError, match="only 0 verifications were predicted"):
+        fit_of([(0.0, seconds) for seconds in times])
+
+
+# plots
+
+
+def test_plots_are_drawn_where_there_is_data(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    speculation = {"mean_tokens_per_step": 2.0, "experts_touched": 9000}
+    cells: Cells = {
+        (limit, workload, method): pairs_of(1.1, 1.4, **speculation)
+        for limit in (1050, None)
+        for workload in ("qa", "rag")
+        for method in ("exact", "balanced")
+    }
+    drawn = draw_all(results_of(cells), {"balanced": 0.94, "exact": 1.0}, tmp_path)
+    drawn.append(predictions({"1050 MiB": {"r2": 0.9, "mape": 0.1, "samples": [[0.1, 0.11]]}}, tmp_path))
+    names = ["speed-up", "acceptance-cost", "speed-agreement", "predicted-measured"]
+    assert [path.stem for path in drawn] == names
+    assert all("<svg" in path.read_text() for path in drawn)
+    assert draw_all(results_of({(1050, "qa", "exact"): pairs_of(1.1)}), {}, tmp_path) == drawn[:1]
+
+
+# the command
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--methods", "exakt"], "--methods: 'exakt' is not a method; choose from off, control"),
+        (["--methods", "off"], "nothing to compare with off"),
+        (["--workloads", "qa,poems"], "--workloads: 'poems' is none"),
+        (["--limits", "many"], "write MiB or none"),
+        (["--limits", "-5"], "a limit is above 0"),
+        (["--prompts", "11"], "--prompts: 11 is not from 1 to 10"),
+        (["--tokens", "1"], "--tokens: at least 2"),
+        (["--report-only", "--json", "/nowhere.json"], "cannot read /nowhere.json"),
+        (["--quality", "/nowhere.json"], "--quality: cannot read /nowhere.json"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(flags)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def grid_for(*flags: str) -> Any:
+    parser = command.create_parser()
+    return command.create_grid(parser.parse_args(flags), parser)
+
+
+def test_the_default_grid_and_the_full_one() -> None:
+    grid = grid_for()
+    assert [method.name for method in grid.methods] == ["exact", "balanced"]
+    assert (grid.workloads, grid.limits, grid.n_prompts) == (
+        ("qa", "code", "summarise"),
+        (1050, 1500, 2100),
+        4,
+    )
+    full = grid_for("--full")
+    assert len(full.methods) == 8
+    assert (len(full.workloads), len(full.limits), full.n_prompts) == (7, 5, 10)
+    assert [method.name for method in grid_for("--full", "--methods", "fast").methods] == ["fast"]
+    assert grid_for("--static-hot-list").methods[-1].name == "static"
+    assert grid_for("--limits", "none").limits == (None,)
+
+
+def test_budgets_are_methods() -> None:
+    assert method_named("budget-0.07").options["error_budget"] == pytest.approx(0.07)
+    for name in ("budget-1.5", "budget-", "budget-x"):
+        with pytest.raises(MethodError):
+            method_named(name)
+
+
+def test_a_server_without_the_flag_is_no_server_for_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    def help_text(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 0, stdout="--no-shared-context")
+
+    monkeypatch.setattr(command.subprocess, "run", help_text)
+    command.check_servers(grid_for("--methods", "expert-skip,exact"))
+    with pytest.raises(SystemExit, match="static: not available: this server has no --expert-policy"):
+        command.check_servers(grid_for("--static-hot-list"))
+
+
+def test_an_earlier_run_is_moved_aside_or_continued(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    results_of({(1050, "qa", "exact"): pairs_of(1.2)}).save(out)
+    facts = Results.load(out).facts
+    said: list[str] = []
+    assert command.open_results(out, facts, resume=True, say=said.append).cells
+    assert not said
+    assert not command.open_results(out, facts, resume=False, say=said.append).cells
+    assert Results.load(tmp_path / "out.previous.json").cells
+    assert "--resume would have continued it" in said[0]
+
+
+@pytest.fixture
+def fake_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[FakeServer]:
+    """In place of `s2moe serve` and of memory limits; those that were started."""
+    started: list[FakeServer] = []
+
+    def starter(*_: Any) -> Any:
+        def start(limit: int | None, server: str) -> FakeServer:
+            started.append(FakeServer({options_of("control"): 3.0, options_of("exact"): 2.0}))
+            return started[-1]
+
+        return start
+
+    monkeypatch.setattr(command, "server_starter", starter)
+    monkeypatch.setattr(command, "check_limits", lambda *_: None)
+    monkeypatch.setattr(command, "describe", lambda *_: {"n_tokens": 64, "build": "b1"})
+    monkeypatch.setattr(command, "BUILD", tmp_path / "work")
+    return started
+
+
+def test_a_run_says_what_it_does_and_prints_the_tables(
+    fake_servers: list[FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--methods", "off,exact", "--workloads", "qa", "--limits", "1050,none", "--json", str(out)]
+    flags += ["--model", "m.gguf", "--prompts", "2"]
+    assert command.main(flags) == 0
+    said = capsys.readouterr()
+    assert "4 pairs of 64 tokens, about 1 min; written to" in said.err
+    assert "1050 MiB, qa, exact: 1.50 (1.50 to 1.50) × off; 2 pairs left" in said.err
+    assert "| qa | 1.50 (1.50 to 1.50) |" in said.out
+    assert len(fake_servers) == 2
+    assert command.main([*flags, "--resume"]) == 0
+    assert len(fake_servers) == 2, "everything was measured"
+    assert "0 pairs" in capsys.readouterr().err
+
+
+def test_missed_goals_end_with_1_only_when_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    results_of({(1050, "qa", "exact"): pairs_of(0.5, 0.5)}).save(out)
+    flags = ["--report-only", "--json", str(out), "--markdown", str(tmp_path / "docs" / "out.md")]
+    assert command.main(flags) == 0
+    assert "FAIL" in capsys.readouterr().out
+    assert "FAIL" in (tmp_path / "docs" / "out.md").read_text()
+    assert command.main([*flags, "--strict"]) == 1

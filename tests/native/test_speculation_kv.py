@@ -1,0 +1,101 @@
+"""Between steps the KV cache holds the committed tokens, as plain decoding leaves them, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import llama_cpp
+import pytest
+
+from expert_models import variant_of
+from gguf_factory import ARCHITECTURES, write_random_model
+from speculation_model import EXACT, Run, SpeculationModel, kv_bytes, last_positions
+from stored_model import PROMPT
+
+pytestmark = pytest.mark.usefixtures("batch_invariance")
+
+N_ITERATIONS = 5000
+N_KEPT = 200
+"""Tokens at which the cache is cut back, so that the iterations fit a small context."""
+
+
+@pytest.mark.parametrize("k_draft", ["few", "all"])
+@pytest.mark.parametrize("name", ["llama", "olmoe", "qwen3moe", "deepseek2-lite", "gpt-oss", "q4_k_m"])
+def test_a_step_leaves_what_plain_decoding_leaves(
+    name: str, k_draft: str, expert_model: Callable[[str], Path]
+) -> None:
+    """Its drafts, accepted or rejected, change no bit of what was committed before, and what they add is what
+    the target itself computes."""
+    n_draft_experts = 0 if k_draft == "few" else variant_of(name).n_expert_used
+    rejected = accepted = 0
+    with SpeculationModel(expert_model(name), share=0.3) as model:
+        run = Run(model, PROMPT, EXACT | {"draft_experts": n_draft_experts})
+        memory = llama_cpp.llama_get_memory(model.context)
+        for _ in range(12):
+            before, position, root = kv_bytes(model), run.position, run.root
+            tokens = run.step()
+            after = kv_bytes(model)
+            assert after != before
+            assert last_positions(model) == [run.position - 1] + [-1] * 7
+            assert llama_cpp.llama_memory_seq_rm(memory, 0, position, -1)
+            assert kv_bytes(model) == before, "drafts changed committed cells"
+            for i, token in enumerate([root, *tokens[:-1]]):
+                model.library.decode(model.context, [token], position + i)
+            assert kv_bytes(model) == after, "accepted drafts left other cells than plain decoding"
+            accepted += len(tokens) - 1
+        report = run.close().report
+        rejected = report["n_admitted"] - report["n_accepted"]
+    assert report["n_accepted"] == accepted
+    assert rejected > 0
+    if k_draft == "all":
+        assert accepted > 0
+
+
+def test_nothing_is_left_behind_in_thousands_of_iterations(tmp_path: Path) -> None:
+    """No sequence, no cell and no graph: a leak of any would fill the cache, or the log of graphs."""
+    llama = ARCHITECTURES["llama"]
+    small = replace(llama, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_ff=32, n_ff_exp=32)
+    path = tmp_path / "small.gguf"
+    write_random_model(path, small)
+    with SpeculationModel(path) as model:
+        memory = llama_cpp.llama_get_memory(model.context)
+        run = Run(model, PROMPT, EXACT | {"draft_experts": 2}, {"temperature": 1, "seed": 7})
+        cells = CellCounter(model)
+        n_builds = 0
+        for i in range(N_ITERATIONS):
+            run.step()
+            assert last_positions(model) == [run.position - 1] + [-1] * 7, f"iteration {i}"
+            if run.position > N_KEPT:
+                assert cells.count() == run.position, f"iteration {i}"
+                assert llama_cpp.llama_memory_seq_rm(memory, 0, len(PROMPT) - 1, -1)
+                run.answer.tokens.clear()
+                run.answer.rows.clear()
+            if i == N_ITERATIONS // 2:
+                n_builds = model.speculator.report()["n_graph_builds"]
+        report = run.close().report
+    assert report["n_steps"] == N_ITERATIONS
+    assert report["n_iterations"] == N_ITERATIONS
+    assert 0 < report["n_accepted"] < report["n_admitted"]
+    late_builds = report["n_graph_builds"] - n_builds
+    assert late_builds < N_ITERATIONS // 100, f"{late_builds} graphs built in the second half"
+
+
+class CellCounter:
+    """Counts the cells that hold anything of any sequence, by the size of their saved state."""
+
+    def __init__(self, model: SpeculationModel) -> None:
+        """The KV cache must hold the prompt but for its last token."""
+        self._model = model
+        memory = llama_cpp.llama_get_memory(model.context)
+        n_tokens, n_bytes = model.n_kv, len(kv_bytes(model, -1))
+        assert llama_cpp.llama_memory_seq_rm(memory, 0, n_tokens - 1, -1)
+        self._cell_bytes = n_bytes - len(kv_bytes(model, -1))
+        self._empty_bytes = n_bytes - n_tokens * self._cell_bytes
+        model.library.decode(model.context, [PROMPT[n_tokens - 1]], n_tokens - 1)
+        assert self.count() == n_tokens
+
+    def count(self) -> float:
+        """Not whole if a cell belongs to several sequences."""
+        return (len(kv_bytes(self._model, -1)) - self._empty_bytes) / self._cell_bytes
