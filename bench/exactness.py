@@ -146,7 +146,7 @@ class Comparison:
         self.totals.add_report(self._speculator.report())
 
     def _prefill(self, prompt: list[int]) -> Sampler:
-        n_kept = self._model.reuse_prefix(prompt)
+        n_kept = self._model.reuse_prefix(prompt, exact=True)
         for begin in range(n_kept, len(prompt) - 1, self._model.n_batch):
             self._model.decode(prompt[begin : min(begin + self._model.n_batch, len(prompt) - 1)])
         sampler = Sampler(self._model.library, self._model.handle, {"temperature": 0})
