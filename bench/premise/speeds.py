@@ -88,7 +88,7 @@ class Answerer:
     def answer(self, prompt: list[int], options: Mapping[str, Any], n_tokens: int) -> Answered:
         """n_tokens at most, of which there may be none. The prompt's KV is reused from an answer before."""
         model = self._model
-        for start in range(model.reuse_prefix(prompt), len(prompt), model.n_batch, exact=True):
+        for start in range(model.reuse_prefix(prompt, exact=True), len(prompt), model.n_batch):
             model.decode(prompt[start : start + model.n_batch])
         sampler = Sampler(model.library, model.handle, {"temperature": 0})
         try:
