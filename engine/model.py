@@ -362,8 +362,8 @@ class Model:
             raise RequestError(code, f"decode failed: {error.message}") from error
 
     def _evaluated(self, tokens: list[int], begin_ns: int, *, n_unbiased: int) -> None:
-        """`tokens` have been added to the KV cache by a native call that began at begin_ns. Gating had no part
-        in the first n_unbiased."""
+        """`tokens` have been added to the KV cache by a native call that began at begin_ns. Gating had no
+        part in the first n_unbiased."""
         if self._n_exact == len(self.kv_tokens):
             self._n_exact += n_unbiased
         self.kv_tokens += tokens

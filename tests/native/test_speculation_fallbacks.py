@@ -117,11 +117,22 @@ def test_limits_of_models_with_experts(name: str, expert_model: Callable[[str], 
     assert limits.width or limits.reason
 
 
-def test_a_context_of_one_sequence_is_refused(expert_model: Callable[[str], Path]) -> None:
-    with StoredModel(expert_model("q4_0")) as model, pytest.raises(NativeError) as error:
-        Speculator(model.library, model.context)
-    assert error.value.status == Status.INVALID
-    assert "sequences" in error.value.message
+def test_a_context_of_one_sequence_drafts_chains(expert_model: Callable[[str], Path]) -> None:
+    with StoredModel(expert_model("q4_0")) as model:
+        expected = greedy(model.library, model)
+        model.clear()
+        sampler = prefilled_sampler(model.library, model)
+        speculator = Speculator(model.library, model.context)
+        speculator.begin(EXACT)
+        tokens = [PROMPT[-1]]
+        while len(tokens) <= 16:
+            tokens += speculator.step(sampler, tokens[-1], len(PROMPT) - 2 + len(tokens), 17 - len(tokens))
+        report = speculator.report()
+        speculator.close()
+        sampler.close()
+    assert tokens[1:] == expected
+    assert report["n_admitted"] > 0
+    assert report["admitted_by_depth"][0] == report["n_iterations"]  # no siblings
 
 
 @pytest.mark.parametrize("options", [{"method": "expert-skip"}, {"shared_context": False}], ids=str)

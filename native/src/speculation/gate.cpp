@@ -256,6 +256,23 @@ void expert_gate::end() {
     llama_moe_set_gate(ctx, nullptr, nullptr);
 }
 
+void expert_gate::forget(int n_rows) {
+    results.assign(n_rows, {});
+}
+
+bool expert_gate::some_are_missing() const {
+    if (experts == nullptr) {
+        return false;
+    }
+    s2moe_expert_stats stats = {};
+    experts->stats(stats);
+    uint64_t n = 0;
+    for (const expert_layer & layer : experts->layout.layers) {
+        n += layer.n_expert;
+    }
+    return stats.resident_experts < n;
+}
+
 void expert_gate::run(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return; // ggml calls every thread

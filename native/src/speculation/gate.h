@@ -92,6 +92,12 @@ class expert_gate {
 
     void end(); // takes the gate out of the context
 
+    // Before a decode without the gate: rows() then has n_rows elements that say nothing.
+    void forget(int n_rows);
+
+    // Whether any expert of a layer with experts is not in memory now.
+    bool some_are_missing() const;
+
     // of the last decode, by row
     struct row_result {
         expert_set exact;     // the router's choice with all k experts

@@ -56,6 +56,7 @@ speculator::speculator(llama_context * ctx, llama_context * draft_ctx, const cha
     : ctx(ctx), experts(experts_of(ctx)), vocab(llama_model_get_vocab(llama_get_model(ctx))),
       draftable(llama_moe_model_is_draftable(llama_get_model(ctx))), branches(llama_moe_can_branch(ctx)),
       k(llama_moe_model_n_expert_used(llama_get_model(ctx))), n_expert(llama_moe_model_n_expert(llama_get_model(ctx))),
+      n_moe_layers(llama_moe_model_n_moe_layer(llama_get_model(ctx))),
       n_sequences(branches ? static_cast<int>(llama_n_seq_max(ctx)) : 1) {
     if (draftable) {
         target = std::make_unique<verifier>(ctx, experts, n_sequences);
@@ -360,14 +361,15 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     if (may_draft(n_nodes) && (!paced || pacing.begin_step())) {
         tree = draft(root, position, n_nodes);
     }
-    double stalled = 0;
-    s2moe_expert_stats stats = {};
+    s2moe_expert_stats before = {};
     if (experts != nullptr) {
-        experts->stats(stats);
-        stalled = stats.stall_seconds[S2MOE_PHASE_DECODE];
+        experts->stats(before);
     }
+    const bool bends_root =
+        options.gate.budget > 0 && options.gate.single_token_bias && target->gate().some_are_missing();
+    const bool gated = !tree.nodes.empty() || bends_root;
     const auto verify_at = clock::now();
-    target->evaluate(root, position, tree.nodes, options.gate, credit());
+    target->evaluate(root, position, tree.nodes, options.gate, credit(), gated);
     const double verify_seconds = seconds_since(verify_at);
     pin({});
     std::vector<llama_token> tokens;
@@ -381,13 +383,18 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
         throw;
     }
     counters.verify_seconds += verify_seconds;
+    s2moe_expert_stats after = {};
     if (experts != nullptr) {
-        experts->stats(stats);
-        counters.stall_seconds += stats.stall_seconds[S2MOE_PHASE_DECODE] - stalled;
+        experts->stats(after);
+        counters.stall_seconds += after.stall_seconds[S2MOE_PHASE_DECODE] - before.stall_seconds[S2MOE_PHASE_DECODE];
     }
     ++n_decodes;
-    learn_costs(static_cast<int>(tree.nodes.size()) + 1, verify_seconds);
-    count_experts(tree);
+    if (gated) {
+        learn_costs(static_cast<int>(tree.nodes.size()) + 1, verify_seconds);
+        count_experts(tree);
+    } else {
+        count_ungated(before, after, verify_seconds);
+    }
     commit(tree, path);
     history.push_back(root);
     for (const int node : path) {
@@ -492,6 +499,26 @@ void speculator::learn_costs(int n_rows, double seconds) {
     average(typical_misses, std::max(nearly_none, static_cast<double>(added.missing) / (n_rows - 1)));
 }
 
+// A root without the gate: the cache knows what it used, and nothing was bent.
+void speculator::count_ungated(const s2moe_expert_stats & before, const s2moe_expert_stats & after, double seconds) {
+    const auto grown = [&](const uint64_t (s2moe_expert_stats::*member)[S2MOE_N_PHASES]) {
+        return static_cast<int>((after.*member)[S2MOE_PHASE_DECODE] - (before.*member)[S2MOE_PHASE_DECODE]);
+    };
+    const int n_missed = grown(&s2moe_expert_stats::misses);
+    const int n_late = static_cast<int>(after.prefetches_late - before.prefetches_late);
+    int n_touched = n_missed + grown(&s2moe_expert_stats::hits) + grown(&s2moe_expert_stats::prefetched);
+    if (experts == nullptr) {
+        n_touched = k * n_moe_layers;
+    }
+    const int n_missing = n_missed + n_late;
+    verify_costs.observe({1, n_touched - n_missing, n_missing}, seconds);
+    average(single_seconds, seconds);
+    counters.n_experts_touched += n_touched;
+    counters.n_experts_exact += n_touched;
+    counters.n_missing += n_missing;
+    counters.n_missing_exact += n_missing;
+}
+
 void speculator::count_experts(const drafted_tree & tree) {
     const auto & rows = target->gate().rows();
     const expert_set & resident = target->gate().resident();
@@ -532,7 +559,7 @@ void speculator::commit(const drafted_tree & tree, const std::vector<int> & path
         const auto & result = target->gate().rows()[row];
         committed_rows.push_back({row, i + 1, result.n_biased});
         counters.displaced_weight += result.displaced;
-        counters.n_token_layers += result.n_layers;
+        counters.n_token_layers += n_moe_layers;
         ++counters.n_committed_rows;
         counters.n_biased_rows += result.n_biased > 0;
     }

@@ -65,6 +65,7 @@ class speculator {
     void prefetch(const expert_set & wanted, const expert_set & covered, const expert_set & resident);
     void pin(const expert_set & wanted);
     void learn_costs(int n_rows, double seconds);
+    void count_ungated(const s2moe_expert_stats & before, const s2moe_expert_stats & after, double seconds);
     void count_experts(const drafted_tree & tree);
     std::vector<llama_token> step_plainly(llama_token root, llama_pos position, const chooser & choose);
     void accept(const drafted_tree & tree,
@@ -83,6 +84,7 @@ class speculator {
     const bool branches;
     int k;
     int n_expert;
+    int n_moe_layers;
     int n_sequences;
 
     std::unique_ptr<verifier> target; // null where nothing can be drafted

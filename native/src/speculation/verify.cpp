@@ -9,8 +9,12 @@ verifier::verifier(llama_context * ctx, expert_cache * experts, int n_sequences)
     : ctx(ctx), experts(experts), n_sequences(n_sequences), target_gate(ctx, experts), graphs(ctx) {
 }
 
-void verifier::evaluate(
-    llama_token root, llama_pos at, std::span<const verify_node> tree, const gate_settings & settings, double credit) {
+void verifier::evaluate(llama_token root,
+                        llama_pos at,
+                        std::span<const verify_node> tree,
+                        const gate_settings & settings,
+                        double credit,
+                        bool gated) {
     const int n = static_cast<int>(tree.size());
     position = at;
     depths.clear();
@@ -56,8 +60,12 @@ void verifier::evaluate(
     for (llama_seq_id s = 1; s < n_leaves; ++s) {
         llama_memory_seq_cp(memory, 0, s, -1, -1);
     }
-    const auto use = graphs.of(n + 1);
-    target_gate.begin_target(settings, prefixes, credit);
+    const auto use = graphs.of(gated ? n + 1 : 0);
+    if (gated) {
+        target_gate.begin_target(settings, prefixes, credit);
+    } else {
+        target_gate.forget(n + 1);
+    }
     try {
         run_batch(ctx, batch, at, n_leaves, decode_kind::verify, experts);
     } catch (...) {
