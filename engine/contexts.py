@@ -30,11 +30,14 @@ MAX_WIDE_ROWS = 16
 
 
 def small_graphs_bytes(n_layer: int, n_vocab: int, *, has_draft_context: bool) -> int:
-    """What a speculator adds to its context: it keeps a graph for drafts and one for each number of tokens
-    that it verifies at once, whose buffers are little more than a row of logits per token."""
-    widths: list[int] = [1, *range(1, N_VERIFY_ROWS + 1)]
-    if has_draft_context:
-        widths.append(MAX_WIDE_ROWS)
+    """What a speculator adds to its context: it keeps a graph for drafts, one for each number of tokens that
+    it verifies at once, and one for a token without the gate. Their buffers are little more than a row of
+    logits per token."""
+    widths: list[int] = [1, 1, *range(1, N_VERIFY_ROWS + 1)]
+    if (
+        has_draft_context
+    ):  # drafts there, and the widths of expert-skip: the widest, and one near a context's end
+        widths += [1, MAX_WIDE_ROWS, MAX_WIDE_ROWS]
     return len(widths) * GRAPH_LAYER_BYTES * n_layer + sum(widths) * 4 * n_vocab
 
 

@@ -10,7 +10,15 @@ from s2moe.engine.messages import Generate, SpeculationReport
 from s2moe.engine.model import Model
 from s2moe.engine.native import NativeError, Sampler, Status
 from s2moe.engine.native_speculation import Speculator
-from s2moe.engine.speculation import OFF, UNSUPPORTED, has_own_context, merge, refused, report_to_wire
+from s2moe.engine.speculation import (
+    EXPERT_SKIP,
+    OFF,
+    UNSUPPORTED,
+    has_own_context,
+    merge,
+    refused,
+    report_to_wire,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +105,8 @@ class SpeculativeDecoder:
         self._speculator = speculator
         self._sampler = sampler
         self._options = options
+        self._has_grammar = has_grammar
+        self._keeps_bits = options["method"] != EXPERT_SKIP
         self._plain = PlainDecoder(model, sampler, has_grammar=has_grammar)
         self._last: int | None = None
         self.n_steps = 0
@@ -118,11 +128,13 @@ class SpeculativeDecoder:
 
     def _step(self, root: int, n_max: int) -> list[int]:
         try:
-            return self._model.speculate(self._speculator, self._sampler, root, n_max)
+            return self._model.speculate(
+                self._speculator, self._sampler, root, n_max, keeps_bits=self._keeps_bits
+            )
         except RequestError as error:
-            if error.code != "internal":
+            if error.code != "internal" or not self._has_grammar:
                 raise
-            # such as a grammar at its end within the step: what a token at a time makes of it, counts
+            # the grammar may be at its end within the step: what a token at a time makes of it, counts
             logger.debug("a step of speculation failed, one token is decoded plainly: %s", error.message)
             return [self._plain.after(root)]
 

@@ -23,7 +23,7 @@ from s2moe.engine.memory import (
 )
 from s2moe.engine.messages import Configure, Plan
 from s2moe.engine.native import Library, NativeError, Status
-from s2moe.engine.native_experts import ContextMemory, Experts, Io, Reader, model_layout
+from s2moe.engine.native_experts import ContextMemory, Experts, Io, Policy, Reader, model_layout
 from s2moe.engine.native_log import NativeLog
 from s2moe.engine.plan import (
     MIN_BATCH_TOKENS,
@@ -146,6 +146,7 @@ class Loader:
                 self._path,
                 io=cast(Io, configure.io),
                 reader=cast(Reader, configure.reader),
+                policy=cast(Policy, configure.expert_policy),
             )
         except NativeError as error:
             raise EngineStartError(*_open_failure(error, configure)) from error
@@ -348,7 +349,7 @@ def _open_failure(error: NativeError, configure: Configure) -> tuple[str, str]:
             f"experts of {name} cannot be read as asked: {error.message}{remedy}",
         )
     if error.status == Status.INVALID:
-        return "invalid_setting", f"--io or --reader: {error.message}"
+        return "invalid_setting", f"--io, --reader or --expert-policy: {error.message}"
     return (
         "model_invalid",
         f"cannot load {about(configure.model_path, error)}",

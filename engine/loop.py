@@ -337,4 +337,9 @@ def _prepare_warm_start(model: Model, configure: wire.Configure) -> WarmStart | 
             "hot_experts_invalid",
             f"--hot-experts: {configure.model_path} is served without an expert cache; omit the option",
         )
+    if configure.expert_policy != "cache":
+        raise EngineStartError(
+            "expert_policy_unavailable",
+            f"--expert-policy: {configure.model_path} is served without an expert cache; omit the option",
+        )
     return None

@@ -97,6 +97,8 @@ class Configure(Message, frozen=True, tag=True):
     """Where to write one line of JSON per layer of each decode."""
     speculation: Speculation = Speculation()
     """What requests get that do not say otherwise."""
+    expert_policy: str = "cache"
+    """`cache`, or for comparison `static`: the most used experts stay, the others never do."""
 
 
 class Sampling(Message, frozen=True, tag=True):

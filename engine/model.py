@@ -7,6 +7,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,8 @@ class Model:
         else:
             layout, reader = self.experts.layout, self.experts.reader()
             reads = f"{reader['reader']} {reader['io']}"
+            if configure.expert_policy != "cache":
+                reads += f", {configure.expert_policy}"
         circumstances = Circumstances.of(
             ModelIdentity.of_layout(layout),
             f"{configure.device}, {processor_name()}, {self.n_threads} threads, reads with {reads}",
@@ -186,6 +189,9 @@ class Model:
             ) from error
         if self._learnt is not None:
             self._learnt.begin(speculator.state())
+        if not speculator.report()["width"]:
+            limit = "drafts are chains: without flash attention rows of a tree would be rounded otherwise"
+            self.speculation = replace(self.speculation, limit=limit)
         return speculator
 
     def measure_footprint(self) -> Footprint:
@@ -333,8 +339,12 @@ class Model:
             self.library.decode(self.context, tokens, len(self.kv_tokens))
         self._evaluated(tokens, begin_ns, n_unbiased=len(tokens))
 
-    def speculate(self, speculator: Speculator, sampler: Sampler, root: int, n_max: int) -> list[int]:
+    def speculate(
+        self, speculator: Speculator, sampler: Sampler, root: int, n_max: int, *, keeps_bits: bool = True
+    ) -> list[int]:
         """One step: evaluates `root` behind the KV cache and returns what follows, as Speculator.step().
+
+        `keeps_bits`: whether rows that gating had no part in are those of single-token decodes.
 
         Raises RequestAbortedError and RequestError; the KV cache and the sampler are then as before.
         """
@@ -342,7 +352,8 @@ class Model:
         with self._evaluating(is_retried=True):
             tokens = speculator.step(sampler, root, len(self.kv_tokens), n_max)
         biased = (index for index, row in enumerate(speculator.rows()) if row.n_biased > 0)
-        self._evaluated([root, *tokens[:-1]], begin_ns, n_unbiased=next(biased, len(tokens)))
+        n_unbiased = next(biased, len(tokens)) if keeps_bits else 0
+        self._evaluated([root, *tokens[:-1]], begin_ns, n_unbiased=n_unbiased)
         return tokens
 
     @contextlib.contextmanager

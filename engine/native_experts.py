@@ -14,6 +14,7 @@ from s2moe.engine.native import Library, Status, _Handle
 
 Io = Literal["auto", "direct", "buffered"]
 Reader = Literal["auto", "io_uring", "threads"]
+Policy = Literal["cache", "static"]
 
 N_PHASES = 2
 N_TRIGGERS = 3
@@ -215,10 +216,11 @@ class Experts(_Handle):
         io: Io = "auto",
         reader: Reader = "auto",
         queue_depth: int | None = None,
+        policy: Policy = "cache",
     ) -> None:
         """Reads headers only. Raises NativeError with Status.IO, UNSUPPORTED or INVALID."""
         library.declare(_PROTOTYPES)
-        options: dict[str, Any] = {"io": io, "reader": reader}
+        options: dict[str, Any] = {"io": io, "reader": reader, "policy": policy}
         if queue_depth is not None:
             options["queue_depth"] = queue_depth
         status = c_int32()

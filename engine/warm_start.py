@@ -40,12 +40,14 @@ class WarmStart:
         *,
         every_expert_fits: bool = False,
     ) -> None:
-        """Reads what --hot-experts names. Raises EngineStartError when that cannot be used.
+        """Reads what --hot-experts names, and the counts of earlier runs. Raises EngineStartError when
+        the former cannot be used, or when --expert-policy static has neither.
 
         `every_expert_fits`: all are read, the most used first.
         """
         self._experts = experts
         self._every_expert_fits = every_expert_fits
+        self._is_static = configure.expert_policy == "static"
         self._hot: HotExperts | None = None
         if configure.hot_experts_path is not None:
             try:
@@ -53,11 +55,25 @@ class WarmStart:
             except HotExpertsError as error:
                 raise EngineStartError("hot_experts_invalid", f"--hot-experts: {error}") from error
         self._history = _open_history(experts, model) if configure.keep_expert_counts else None
+        self._kept = None if self._history is None else self._history.load()
+        if self._is_static:
+            self._check_static()
+
+    def _check_static(self) -> None:
+        if self._hot is None and self._kept is None and not self._every_expert_fits:
+            raise EngineStartError(
+                "hot_experts_missing",
+                "--expert-policy static keeps a fixed list of experts in memory, and there is none: name one "
+                "with --hot-experts (`s2moe profile` writes it), or omit --expert-policy",
+            )
+        logger.warning(
+            "--expert-policy static is for comparison: a fixed list of experts stays in memory, every other "
+            "one is read at each use; omit it for speed"
+        )
 
     def begin(self) -> None:
         """Starts to fill the cache, from the list or else from earlier runs; returns at once."""
-        kept = None if self._history is None else self._history.load()
-        hot = self._hot or kept
+        hot = self._hot or self._kept
         experts = self._experts
         if hot is not None:
             table = hot.table(experts.layers, experts.n_experts)
@@ -67,7 +83,7 @@ class WarmStart:
             logger.info("the expert cache starts cold: no --hot-experts and no counts of earlier runs")
             return
         n_used = sum(count > 0 for row in table for count in row)
-        if self._every_expert_fits:
+        if self._every_expert_fits or self._is_static:
             # only ratios matter: those that were never used come last, but they come
             table = [[_UNUSED_SHARE * count + 1 for count in row] for row in table]
         try:
@@ -80,6 +96,8 @@ class WarmStart:
     def _warming_text(self, n_used: int) -> str:
         """`n_used`: experts that were used at all."""
         source = "--hot-experts" if self._hot is not None else "the counts of earlier runs"
+        if self._is_static and not self._every_expert_fits:
+            return f"as many as fit stay for ever, the most used according to {source}"
         if not self._every_expert_fits:
             return f"{n_used} experts were used according to {source}, the most used come first"
         if not n_used:

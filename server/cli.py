@@ -113,10 +113,13 @@ def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -
 
 def _metavar(name: str, field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
-    if choices and all(isinstance(each, str) for each in choices):
-        return "|".join(choices)
+    words = tuple(each for choice in choices for each in getattr(choice, "__args__", (choice,)))
+    if words and all(isinstance(each, str) for each in words if each is not type(None)):
+        return "|".join(each for each in words if each is not type(None))
     if name in ("max_body_size", "memory_budget"):
         return "SIZE"
+    if bool in choices:
+        return "true|false"
     if Path in (field.annotation, *choices):
         return "PATH"
     if int in (field.annotation, *choices):

@@ -127,6 +127,11 @@ class Settings(BaseSettings):
         description="file of `s2moe profile` that says which experts to read ahead of the first request "
         "(default: those that earlier runs used most)",
     )
+    expert_policy: Literal["cache", "static"] = Field(
+        "cache",
+        description="which experts stay in memory; cache = those in use; static = the most used of "
+        "--hot-experts and never another, for comparison",
+    )
     keep_expert_counts: bool = Field(
         True,
         description="keep in the cache directory how often experts are used, for the start of the next run",
@@ -139,10 +144,10 @@ class Settings(BaseSettings):
         description="how the model drafts for itself; off = one token per step; expert-skip and cascade are "
         "for comparison",
     )
-    preset: Preset = Field(
-        "balanced",
-        description="how far verification may bend the choice of experts towards those in use and in memory; "
-        "exact = not at all",
+    preset: Preset | None = Field(
+        None,
+        description="how far the choice of experts may be bent towards those in use and in memory; exact = "
+        "not at all (default: balanced, and exact for expert-skip and cascade)",
     )
     exact: bool = Field(
         False, description="the text is the one without speculation: the preset exact, whatever else is set"
@@ -172,6 +177,11 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="share of the mixing weights, 0 to 1, that may go to experts that the router would not "
         "have chosen (default: the preset's)",
+    )
+    single_token_bias: bool | None = Field(
+        None,
+        description="bend the choice also for the last token and where a token is evaluated alone (default: "
+        "the preset's)",
     )
     adaptive: bool = Field(
         True, description="let costs decide how many drafts are verified; off = a fixed tree, for comparison"

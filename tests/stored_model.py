@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from s2moe.engine.native import Library
-from s2moe.engine.native_experts import Experts, Io, Reader, Residency, model_layout
+from s2moe.engine.native_experts import Experts, Io, Policy, Reader, Residency, model_layout
 
 from llama_model import LlamaModel
 
@@ -35,10 +35,11 @@ class StoredModel(LlamaModel):
         n_threads: int = 1,
         allocate: bool = True,
         n_seq_max: int = 1,
+        policy: Policy = "cache",
     ) -> None:
         """allocate: False leaves the cache without slots. Raises NativeError and RuntimeError."""
         self.library = Library()
-        self.experts = Experts(self.library, path, io=io, reader=reader)
+        self.experts = Experts(self.library, path, io=io, reader=reader, policy=policy)
         try:
             super().__init__(
                 path,

@@ -9,7 +9,7 @@ geometric means and 95 % intervals from resampling the pairs; then each goal is 
 
     exact, balanced, fast    the presets; budget-X is balanced with the error budget X
     expert-skip, cascade     baselines
-    no-adaptive, no-reuse-gating, no-shared-context    balanced less one component
+    no-adaptive, no-single-token-bias, no-reuse-gating, no-shared-context    balanced less one component
     control                  off against off: the noise
     static                   balanced, experts in a fixed hot list instead of a cache (--static-hot-list)
 
@@ -37,7 +37,16 @@ from s2moe.bench.prompts import N_PROMPTS, WORKLOADS
 from s2moe.bench.serving import Serving
 from s2moe.bench.speculation.goals import judge
 from s2moe.bench.speculation.grid import Grid, GridRun, StartServer
-from s2moe.bench.speculation.methods import METHODS, OFF, SERVERS, Method, MethodError, method_named
+from s2moe.bench.speculation.hot_list import HotListError, write_hot_list
+from s2moe.bench.speculation.methods import (
+    METHODS,
+    OFF,
+    SERVERS,
+    STATIC,
+    Method,
+    MethodError,
+    method_named,
+)
 from s2moe.bench.speculation.plots import draw_all
 from s2moe.bench.speculation.quality_file import QualityFileError, read_agreement
 from s2moe.bench.speculation.report import markdown
@@ -66,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.plots is not None:
             load_pyplot()
         results = measure(grid, arguments, say_since(time.monotonic()))
-    except (QualityFileError, ResultsError, PlottingError) as error:
+    except (QualityFileError, ResultsError, PlottingError, HotListError) as error:
         parser.error(str(error))
     lines = judge(results, agreement)
     text = markdown(results, lines)
@@ -168,7 +177,7 @@ def create_grid(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 
 def measure(grid: Grid, arguments: argparse.Namespace, say: Callable[[str], None]) -> Results:
-    """Raises ResultsError."""
+    """Raises ResultsError and HotListError."""
     out: Path = arguments.json
     if arguments.report_only:
         return Results.load(out)
@@ -183,10 +192,20 @@ def measure(grid: Grid, arguments: argparse.Namespace, say: Callable[[str], None
         minutes = grid.expected_seconds(results) / 60
         what = f"{grid.pending(results)} pairs of {grid.n_tokens} tokens"
         say(f"{what}, about {minutes:.0f} min; written to {out}")
+        hot_list = None
+        if STATIC in grid.servers:
+            hot_list = write_hot_list(
+                model,
+                work,
+                workloads=grid.workloads,
+                n_prompts=grid.n_prompts,
+                n_tokens=grid.n_tokens,
+                say=say,
+            )
         run = GridRun(
             grid,
             results,
-            start_server=server_starter(model, work, arguments.threads),
+            start_server=server_starter(model, work, arguments.threads, hot_list),
             save=lambda: results.save(out),
             say=say,
         )
@@ -208,12 +227,16 @@ def open_results(out: Path, facts: dict[str, Any], *, resume: bool, say: Callabl
     return Results(facts)
 
 
-def server_starter(model: Path, work: Path, n_threads: int) -> StartServer:
+def server_starter(model: Path, work: Path, n_threads: int, hot_list: Path | None = None) -> StartServer:
+    """`hot_list`: for the server STATIC."""
+
     def start(limit_mib: int | None, server: str) -> Serving:
         folder = work / "server"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         flags = ["--ctx-size", str(N_CTX), "--threads", str(n_threads), *SERVERS[server]]
+        if server == STATIC and hot_list is not None:
+            flags += ["--hot-experts", str(hot_list)]
         if limit_mib is not None:
             flags += ["--memory-budget", str(limit_mib * MIB)]
         return Serving(

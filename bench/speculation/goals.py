@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from s2moe.bench.speculation.methods import ABLATIONS, PRESETS, method_named
+from s2moe.bench.speculation.methods import ABLATIONS, PRESETS, STATIC, method_named
 from s2moe.bench.speculation.ratios import Estimate, compare, estimate
 from s2moe.bench.speculation.results import Results, limit_name
 from s2moe.bench.targets import Line, at_least, at_most
@@ -154,7 +154,8 @@ def judge_ablations(results: Results) -> list[Line]:
 def judge_fits(results: Results) -> list[Line]:
     lines = []
     for name, fit in results.fits.items():
-        if fit["n"] > 0:
+        is_reference = name.endswith(f", {STATIC}")
+        if fit["n"] > 0 and not is_reference:
             lines += [
                 at_least("cost model", f"{name}: R² of {fit['n']:.0f} verifications", fit["r2"], FIT_R2),
                 at_most("cost model", f"{name}: MAPE", 100 * fit["mape"], 100 * FIT_MAPE, " %"),

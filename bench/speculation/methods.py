@@ -11,18 +11,19 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+STATIC: Final = "static"
 SERVERS: Final[dict[str, tuple[str, ...]]] = {
     "shared": (),
     "independent": ("--no-shared-context",),
-    "static": ("--expert-policy", "static"),
+    STATIC: ("--expert-policy", "static"),
 }
 """Flags beside those that all servers get. `independent`: with a second context, which its memory plan
-counts."""
+counts. `static`: with --hot-experts beside, which the benchmark has `s2moe profile` write."""
 
 OFF: Final = "off"
 OFF_OPTIONS: Final[dict[str, Any]] = {"speculation": "off"}
 PRESETS: Final = ("exact", "balanced", "fast")
-ABLATIONS: Final = ("no-adaptive", "no-reuse-gating", "no-shared-context")
+ABLATIONS: Final = ("no-adaptive", "no-single-token-bias", "no-reuse-gating", "no-shared-context")
 """Each is `balanced` less one component."""
 
 _BUDGET: Final = re.compile(r"budget-(0(?:\.\d+)?|1(?:\.0+)?)")
@@ -57,9 +58,10 @@ METHODS: Final = {
         Method("balanced", _s2moe("balanced")),
         Method("fast", _s2moe("fast")),
         Method("no-adaptive", _s2moe("balanced", adaptive=False)),
+        Method("no-single-token-bias", _s2moe("balanced", single_token_bias=False)),
         Method("no-reuse-gating", _s2moe("balanced", reuse_gating=False), keeps_text=True),
         Method("no-shared-context", _s2moe("balanced", shared_context=False), "independent"),
-        Method("static", _s2moe("balanced"), "static"),
+        Method("static", _s2moe("balanced"), STATIC),
     )
 }
 """Beside `off`, with which each is paired. `control` is off itself: what it differs from 1 by is noise.

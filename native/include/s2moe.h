@@ -175,7 +175,11 @@ S2MOE_API int32_t s2moe_model_layout(const char * path, char ** layout_json);
  *   options_json  "io": "auto" (default: direct where the file system allows it), "direct" (O_DIRECT, the page cache is
  *                 passed by) or "buffered",
  *                 "reader": "auto" (default: io_uring, else threads), "io_uring" or "threads",
- *                 "queue_depth": reads in flight at most (default 8)
+ *                 "queue_depth": reads in flight at most (default 8),
+ *                 "policy": "cache" (default: the most useful experts stay) or "static", for comparison: what
+ *                 s2moe_experts_warm() names stays for ever, as far as slots go beyond the floor or every expert has
+ *                 one. Every other expert is read when a layer needs it and given up, which is no eviction, when the
+ *                 layer has been computed. Nothing is read ahead, and s2moe_experts_prefetch() queues nothing
  *   last_status   if not NULL: S2MOE_ERROR_IO as in s2moe_model_layout(), S2MOE_ERROR_UNSUPPORTED (no experts in the
  *                 file; or "reader" or "io" demands what this system refuses), S2MOE_ERROR_INVALID (options)
  */
@@ -327,6 +331,8 @@ S2MOE_API int32_t s2moe_experts_counts(const s2moe_experts * experts, uint64_t *
  *
  *   counts  laid out as in s2moe_experts_counts(); only ratios within a layer matter
  *
+ * With the policy "static" the first call since s2moe_experts_allocate() decides what stays; later ones add to it only
+ * what there is room for.
  * Errors: S2MOE_ERROR_INVALID as there. Returns at once. [any thread]
  */
 S2MOE_API int32_t s2moe_experts_warm(s2moe_experts * experts, const uint64_t * counts, int64_t n);
@@ -498,9 +504,11 @@ struct s2moe_gate_settings {
  *   residency   [n_expert] enum s2moe_residency
  *   prefixes    [n_rows] probability that the row is accepted; 1 for the root
  *   allowances  [n_rows] displaced weight that the row may spend in this layer
- *   exact       receives [n_rows][k] the router's choice, best first; chosen [n_rows][k] the gate's; -1 where fewer
- * than k may be chosen displaced   receives [n_rows] the share of the chosen experts' mixing weights that is not on
- * exact ones
+ *   exact       receives [n_rows][k] the router's choice, best first; -1 where fewer than k may be chosen
+ *
+ *   chosen      receives [n_rows][k] the gate's choice, likewise
+ *
+ *   displaced   receives [n_rows] the share of the chosen experts' mixing weights that is not on exact ones
  */
 S2MOE_API int32_t s2moe_gate_select(const struct s2moe_gate_settings * settings,
                                     int32_t n_rows,
@@ -562,7 +570,7 @@ S2MOE_API int32_t s2moe_speculator_feed(s2moe_speculator * speculator, const int
 /*
  * One step: drafts, if that pays, evaluates `root` and the drafts with all experts, and chooses the next tokens.
  *
- *   sampler    chooses them, in order; NULL: see s2moe_speculator_follow()
+ *   sampler    chooses them, in order
  *   root       the last token, not yet in the KV cache, at `position`; the cache holds 0 .. position-1 of sequence 0
  *   n_max      tokens wanted at most, >= 1: near the end of an answer drafts shrink
  *   tokens     receives *n_tokens tokens, 1 <= *n_tokens <= min(n_max, S2MOE_N_VERIFY_ROWS): accepted drafts, then one

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from s2moe.engine.messages import SpeculationReport
+
+EXPERT_SKIP: Final = "expert-skip"
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
@@ -15,10 +17,12 @@ def ratio(numerator: float, denominator: float) -> float | None:
 def speculation_of(report: SpeculationReport) -> dict[str, Any]:
     """The fields of `schema.speculation.Speculation`."""
     followed_router = report.n_biased_rows == 0 and (report.error_budget == 0 or report.method == "off")
+    # expert-skip verifies wider batches than kernels compute as single rows
+    exact = followed_router and report.method != EXPERT_SKIP
     return {
         "method": report.method,
         "preset": report.preset or None,
-        "exact": followed_router,
+        "exact": exact,
         "disabled_reason": report.disabled_reason or None,
         "iterations": report.n_iterations,
         "steps": report.n_steps,

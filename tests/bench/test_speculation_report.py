@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from speculation_rig import FakeServer, answer_of, options_of, pairs_of, results_of
 
+from s2moe.bench.prompts import prompts
 from s2moe.bench.speculation import __main__ as command
+from s2moe.bench.speculation import hot_list
 from s2moe.bench.speculation.cost_fit import CostFitError, fit_of
 from s2moe.bench.speculation.goals import judge
 from s2moe.bench.speculation.methods import MethodError, method_named
@@ -18,6 +20,7 @@ from s2moe.bench.speculation.plots import draw_all, predictions
 from s2moe.bench.speculation.quality_file import QualityFileError, read_agreement
 from s2moe.bench.speculation.report import markdown
 from s2moe.bench.speculation.results import CellKey, Pair, Results, Sample
+from s2moe.engine.prompt_file import read_prompts
 
 Cells = dict[CellKey, list[Pair]]
 
@@ -236,7 +239,7 @@ def test_the_default_grid_and_the_full_one() -> None:
         4,
     )
     full = grid_for("--full")
-    assert len(full.methods) == 8
+    assert len(full.methods) == 9
     assert (len(full.workloads), len(full.limits), full.n_prompts) == (7, 5, 10)
     assert [method.name for method in grid_for("--full", "--methods", "fast").methods] == ["fast"]
     assert grid_for("--static-hot-list").methods[-1].name == "static"
@@ -258,6 +261,58 @@ def test_a_server_without_the_flag_is_no_server_for_the_method(monkeypatch: pyte
     command.check_servers(grid_for("--methods", "expert-skip,exact"))
     with pytest.raises(SystemExit, match="static: not available: this server has no --expert-policy"):
         command.check_servers(grid_for("--static-hot-list"))
+
+
+def test_the_static_server_gets_the_list_of_the_answers_that_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def profile(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        options = dict(zip(argv[2::2], argv[3::2], strict=True))
+        asked = [json.loads(prompt.messages_json) for prompt in read_prompts(Path(options["--prompts"]))]
+        assert asked == [*prompts("qa")[:2], *prompts("code")[:2]]
+        assert (argv[1], options["--model"], options["--max-tokens"]) == ("profile", "m.gguf", "64")
+        Path(options["--out"]).write_text("{}")
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    def serving(_model: Path, _work: Path, *flags: str, **_: Any) -> None:
+        started.append(flags)
+
+    monkeypatch.setattr(hot_list.subprocess, "run", profile)
+    monkeypatch.setattr(command, "Serving", serving)
+    path = hot_list.write_hot_list(
+        Path("m.gguf"), tmp_path, workloads=("qa", "code"), n_prompts=2, n_tokens=64, say=lambda _: None
+    )
+    start = command.server_starter(Path("m.gguf"), tmp_path, 2, path)
+    start(1050, "static")
+    start(1050, "shared")
+    assert " ".join(started[0]).endswith(
+        f"--expert-policy static --hot-experts {path} --memory-budget {1050 << 20}"
+    )
+    assert path.exists()
+    assert "--hot-experts" not in started[1]
+
+
+def test_the_static_condition_is_a_reference_without_goals() -> None:
+    results = results_of({(1050, "qa", "static"): pairs_of(0.5)})
+    results.fits = {f"1050 MiB, {kind}": {"n": 9, "r2": 0.1, "mape": 0.5} for kind in ("static", "shared")}
+    lines = judge(results, {})
+    (ratio,) = [line for line in lines if "static hot list" in line.what]
+    assert ratio.passed is None
+    failed = [line.what for line in lines if line.passed is False]
+    assert failed == ["1050 MiB, shared: R² of 9 verifications", "1050 MiB, shared: MAPE"]
+
+
+def test_a_profile_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(argv, 1, "", "s2moe: error: no experts\n")
+
+    monkeypatch.setattr(hot_list.subprocess, "run", fail)
+    with pytest.raises(hot_list.HotListError, match="no experts"):
+        hot_list.write_hot_list(
+            Path("m.gguf"), tmp_path, workloads=("qa",), n_prompts=1, n_tokens=8, say=lambda _: None
+        )
 
 
 def test_an_earlier_run_is_moved_aside_or_continued(tmp_path: Path) -> None:

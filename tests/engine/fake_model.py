@@ -131,7 +131,15 @@ class FakeModel:
         self.n_decodes += 1
         self.kv_tokens += tokens
 
-    def speculate(self, speculator: FakeSpeculator, sampler: FakeSampler, root: int, n_max: int) -> list[int]:
+    def speculate(
+        self,
+        speculator: FakeSpeculator,
+        sampler: FakeSampler,
+        root: int,
+        n_max: int,
+        *,
+        keeps_bits: bool,
+    ) -> list[int]:
         self._check_abort()
         tokens = speculator.step(sampler, root, len(self.kv_tokens), n_max)
         self.kv_tokens += [root, *tokens[:-1]]

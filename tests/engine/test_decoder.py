@@ -221,13 +221,13 @@ class FailingModel(FakeModel):
 
     code = "internal"
 
-    def speculate(self, speculator: Any, sampler: Any, root: int, n_max: int) -> list[int]:
+    def speculate(self, *_arguments: object, **_options: object) -> list[int]:
         raise RequestError(self.code, "decode failed: on purpose")
 
 
-def test_step_that_fails_internally_is_one_plain_token(speculator: FakeSpeculator) -> None:
+def test_step_that_fails_at_a_grammar_is_one_plain_token(speculator: FakeSpeculator) -> None:
     model = FailingModel(speculator)
-    decoder = create(model)
+    decoder = create(model, sampling=Sampling(grammar='root ::= "abcd"'))
     assert isinstance(decoder, SpeculativeDecoder)
     tokens = [decoder.next_tokens(5) for _ in range(4)]
     assert tokens == [[ord(letter)] for letter in "abcd"]
@@ -245,14 +245,19 @@ def test_step_without_a_plain_way_out_gives_the_plain_error(speculator: FakeSpec
     assert (caught.value.code, caught.value.param) == ("invalid_grammar", "grammar")
 
 
-def test_other_failures_of_a_step_are_the_requests(speculator: FakeSpeculator) -> None:
+@pytest.mark.parametrize(
+    ("code", "grammar"), [("numeric_error", None), ("numeric_error", 'root ::= "a"'), ("internal", None)]
+)
+def test_other_failures_of_a_step_are_the_requests(
+    speculator: FakeSpeculator, code: str, grammar: str | None
+) -> None:
     model = FailingModel(speculator)
-    model.code = "numeric_error"
-    decoder = create(model)
+    model.code = code
+    decoder = create(model, sampling=Sampling(grammar=grammar))
     decoder.next_tokens(5)
     with pytest.raises(RequestError) as caught:
         decoder.next_tokens(4)
-    assert caught.value.code == "numeric_error"
+    assert caught.value.code == code
     assert kv_text(model) == ""
 
 

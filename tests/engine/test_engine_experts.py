@@ -172,6 +172,41 @@ def test_list_of_another_model_refuses_the_start(spawn: Spawn, tiny_model_path: 
     assert not fatal.retryable
 
 
+def test_static_policy_keeps_the_list_and_nothing_else(
+    spawn: Spawn, tiny_model_path: Path, cache_directory: Path
+) -> None:
+    refused = spawn().load(
+        tiny_model_path, n_ctx=512, memory_budget_bytes=BUDGET_BYTES, expert_policy="static"
+    )
+    assert isinstance(refused, wire.Fatal)
+    assert refused.code == "hot_experts_missing"
+    assert "--hot-experts" in refused.message
+
+    engine = load(spawn, tiny_model_path)
+    _, expected = answer(engine, 24)
+    stop(engine)
+    engine = load(spawn, tiny_model_path, expert_policy="static")
+    n_hot = 0
+    while True:
+        now = next_stats(engine).expert_cache
+        assert now is not None
+        n_hot = now.capacity_experts - N_EXPERTS
+        if now.resident_experts == n_hot:
+            break
+    stats, finished = answer(engine, 24)
+    assert finished.n_completion_tokens == expected.n_completion_tokens == 24
+    last = stats[-1].expert_cache
+    assert last is not None
+    assert last.resident_experts == n_hot > 0
+    reported = list(activities(stats))
+    assert sum(each.prefetch.n_loads + each.warmup.n_loads + each.evictions for each in reported) == 0
+    n_misses = sum(each.prefill.misses + each.decode.misses for each in reported)
+    assert sum(each.demand.n_loads for each in reported) == n_misses > 0
+    stop(engine)
+    assert engine.process.stderr is not None
+    assert b"--expert-policy static is for comparison" in engine.process.stderr.read()
+
+
 def test_damaged_counts_do_not_keep_the_engine_from_starting(
     spawn: Spawn, tiny_model_path: Path, cache_directory: Path
 ) -> None:

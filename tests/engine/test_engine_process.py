@@ -89,6 +89,7 @@ def test_models_that_cannot_load_are_refused_with_a_reason(
         ({"memory_budget_bytes": 100 << 20}, "budget_too_small", "--memory-budget"),
         ({"memory_budget_bytes": 1 << 50}, "budget_too_large", "omit --memory-budget"),
         ({"reader": "carrier pigeon"}, "invalid_setting", "--reader"),
+        ({"expert_policy": "lru"}, "invalid_setting", "--expert-policy"),
         ({"expert_trace_path": "/"}, "trace_unwritable", "--expert-trace"),
     ],
 )

@@ -22,9 +22,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def configure(hot: Path | None = None, *, keep: bool = True) -> Configure:
+def configure(hot: Path | None = None, *, keep: bool = True, policy: str = "cache") -> Configure:
     path = None if hot is None else str(hot)
-    return Configure(model_path="m.gguf", hot_experts_path=path, keep_expert_counts=keep)
+    return Configure(
+        model_path="m.gguf", hot_experts_path=path, keep_expert_counts=keep, expert_policy=policy
+    )
 
 
 def live(experts: FakeExperts, settings: Configure, n_tokens: int = 0) -> None:
@@ -157,3 +159,41 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, hot_fil
     experts = FakeExperts()
     live(experts, configure(hot_file), n_tokens=3)
     assert experts.warmed == [HOT]
+
+
+# ── --expert-policy static ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_static_without_a_list_is_refused(keep: bool) -> None:
+    with pytest.raises(EngineStartError) as refused:
+        WarmStart(FakeExperts(), MODEL, configure(keep=keep, policy="static"))
+    assert refused.value.code == "hot_experts_missing"
+    assert "--expert-policy static" in refused.value.message
+    assert "--hot-experts" in refused.value.message
+
+
+def test_static_takes_the_list_or_the_counts_of_earlier_runs(hot_file: Path) -> None:
+    listed = FakeExperts()
+    live(listed, configure(hot_file, policy="static"), n_tokens=10)
+    kept = FakeExperts()
+    live(kept, configure(policy="static"))
+    for experts, uses in ((listed, HOT), (kept, [[10, 10, 0, 0]] * 2)):
+        (table,) = experts.warmed
+        for row, used in zip(table, uses, strict=True):
+            assert sorted(range(4), key=row.__getitem__) == sorted(range(4), key=used.__getitem__)
+            assert min(row) > 0, "what the list does not name fills the slots that are left"
+
+
+def test_static_needs_no_list_where_every_expert_fits() -> None:
+    experts = FakeExperts()
+    WarmStart(experts, MODEL, configure(policy="static"), every_expert_fits=True).begin()
+    assert experts.warmed == [[[1, 1, 1, 1]] * 2]
+
+
+def test_static_warns_that_it_is_for_comparison(hot_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live(FakeExperts(), configure(hot_file))
+    assert "comparison" not in caplog.text
+    live(FakeExperts(), configure(hot_file, policy="static"))
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.message.startswith("--expert-policy static is for comparison")

@@ -116,6 +116,9 @@ def test_settings_of_the_expert_cache_reach_the_engine(tmp_path: Path) -> None:
     assert (configure.io, configure.reader) == ("buffered", "threads")
     assert configure.hot_experts_path == str(Path.cwd() / "hot.json")
     assert configure.expert_trace_path == str(tmp_path / "t")
+    assert configure.expert_policy == "cache"
+    static = to_configure(load_settings({"expert_policy": "static"}), tmp_path / "m.gguf")
+    assert static.expert_policy == "static"
     # the front end tells what it takes itself
     assert 20 * 2**20 < configure.front_end_bytes < 2**30
 
@@ -135,9 +138,9 @@ def speculation_of(tmp_path: Path, *flags: str) -> Speculation:
 
 
 def test_speculation_that_is_left_open_travels_as_none(tmp_path: Path) -> None:
-    assert speculation_of(tmp_path) == Speculation(method="s2moe", preset="balanced")
+    assert speculation_of(tmp_path) == Speculation(method="s2moe")
     assert speculation_of(tmp_path, "--draft-experts", "0", "--max-nodes", "7", "--no-exact") == Speculation(
-        method="s2moe", preset="balanced"
+        method="s2moe"
     )
 
 

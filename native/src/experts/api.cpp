@@ -63,6 +63,7 @@ s2moe::cache_options read_options(const char * json) {
     };
     choice("io", result.io, {"auto", "direct", "buffered"});
     choice("reader", result.reader, {"auto", "io_uring", "threads"});
+    choice("policy", result.policy, {"cache", "static"});
     if (options.contains("queue_depth")) {
         result.queue_depth = options.at("queue_depth").get<int>();
         if (result.queue_depth < 1 || result.queue_depth > 256) {

@@ -45,7 +45,8 @@ void average(double & value, double sample) {
 } // namespace
 
 expert_cache::expert_cache(expert_layout layout_in, const cache_options & options)
-    : layout(std::move(layout_in)), queue_depth(options.queue_depth), files(layout.files, options.io) {
+    : layout(std::move(layout_in)), queue_depth(options.queue_depth), is_static(options.policy == "static"),
+      files(layout.files, options.io) {
     n_expert = static_cast<int>(layout.n_expert);
     entries.resize(layout.layers.size() * n_expert);
     op.experts.reserve(n_expert);
@@ -89,6 +90,7 @@ void expert_cache::allocate(uint64_t capacity_bytes) {
     for (entry & each : entries) {
         each.slot = no_slot;
         each.prefetched = false;
+        each.hot = false;
     }
     free_pools();
 
@@ -198,13 +200,13 @@ uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
         const slot_class & each = layout.classes[i];
         // each class gives in proportion to what it has
         const double share = static_cast<double>(capacity_bytes) / static_cast<double>(before_bytes);
-        uint32_t n_live = 0;
-        for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
-            n_live += !slots[s].retired;
-        }
+        uint32_t n_left = n_live(static_cast<int>(i));
         const auto n_target = std::max(static_cast<uint32_t>(each.n_experts_per_layer),
-                                       static_cast<uint32_t>(std::floor(n_live * std::min(share, 1.0))));
-        while (n_live > n_target) {
+                                       static_cast<uint32_t>(std::floor(n_left * std::min(share, 1.0))));
+        if (is_static) {
+            cool(static_cast<int>(i), n_hot_max(static_cast<int>(i), n_target));
+        }
+        while (n_left > n_target) {
             uint32_t victim = take_free(static_cast<int>(i));
             if (victim == no_slot) {
                 victim = find_victim(pool, false);
@@ -219,7 +221,7 @@ uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
             }
             slots[victim].retired = true;
             madvise(part_base(victim, 0), each.slot_bytes, MADV_DONTNEED);
-            --n_live;
+            --n_left;
         }
     }
     uint64_t n_bytes = 0;
@@ -291,6 +293,9 @@ uint32_t expert_cache::take_free(int slot_class) {
 }
 
 uint32_t expert_cache::find_victim(const pool & pool, bool also_pinned) const {
+    if (is_static) {
+        return no_slot;
+    }
     uint32_t victim = no_slot;
     double least = 0;
     for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
@@ -378,6 +383,61 @@ void expert_cache::release(uint32_t index, bool count_eviction) {
     target.n_missing = 0;
     target.parts.fill(part_state::empty);
     pools[slot_class].free.push_back(index);
+}
+
+// ── policy "static" ──────────────────────────────────────────────────────────────────────────────
+
+uint32_t expert_cache::n_live(int slot_class) const {
+    const pool & pool = pools[slot_class];
+    uint32_t n = 0;
+    for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
+        n += !slots[s].retired;
+    }
+    return n;
+}
+
+// Of a class with so many slots. Where every expert has a slot of its own, none is needed for others.
+uint32_t expert_cache::n_hot_max(int slot_class, uint32_t n_slots) const {
+    const auto & each = layout.classes[slot_class];
+    return n_slots >= static_cast<uint32_t>(each.n_experts) ? n_slots : n_slots - each.n_experts_per_layer;
+}
+
+std::vector<uint32_t> expert_cache::hot_entries(int slot_class) const {
+    std::vector<uint32_t> result;
+    for (uint32_t index = 0; index < entries.size(); ++index) {
+        if (entries[index].hot && class_of_entry(index) == slot_class) {
+            result.push_back(index);
+        }
+    }
+    return result;
+}
+
+// Leaves hot the n_max most used ones of a class.
+void expert_cache::cool(int slot_class, uint32_t n_max) {
+    std::vector<uint32_t> hot = hot_entries(slot_class);
+    std::stable_sort(hot.begin(), hot.end(), [&](uint32_t a, uint32_t b) {
+        return entries[a].use.score() > entries[b].use.score();
+    });
+    for (size_t i = n_max; i < hot.size(); ++i) {
+        entry & each = entries[hot[i]];
+        each.hot = false;
+        if (each.slot == no_slot) {
+            continue;
+        }
+        totals.evictions += slots[each.slot].counted;
+        give_up(each.slot);
+    }
+}
+
+// Takes the expert out of its slot, now or when the reads that write to it have landed.
+void expert_cache::give_up(uint32_t index) {
+    slot & target = slots[index];
+    if (target.n_reading == 0) {
+        release(index, false);
+        return;
+    }
+    target.broken = true; // landed() releases it
+    std::replace(target.parts.begin(), target.parts.end(), part_state::queued, part_state::empty);
 }
 
 // Forgets what is queued and waits for what is being read.
@@ -688,8 +748,12 @@ void expert_cache::end_pass() {
     }
     for (const uint32_t s : current.slots) {
         slots[s].in_pass = false;
-        // a failed decode leaves experts half requested
-        if (slots[s].owner != no_slot && slots[s].broken && slots[s].n_reading == 0) {
+        if (slots[s].owner == no_slot) {
+            continue;
+        }
+        if (is_static && !entries[slots[s].owner].hot) {
+            give_up(s);
+        } else if (slots[s].broken && slots[s].n_reading == 0) { // a failed decode leaves experts half requested
             release(s, false);
         }
     }
@@ -804,7 +868,7 @@ void expert_cache::begin_pass(int layer_index,
         }
     }
     const auto n_used = static_cast<double>(current.slots.size());
-    if (current.prefill && n_used >= read_ahead_share * n_expert) {
+    if (current.prefill && !is_static && n_used >= read_ahead_share * n_expert) {
         read_ahead(layer_index + 1);
     }
     if (!queues[S2MOE_TRIGGER_DEMAND].empty() || ahead_index >= 0) {
@@ -944,6 +1008,9 @@ int expert_cache::prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority 
     for (const s2moe_expert_id & id : ids) {
         wanted.push_back(entry_of(id));
     }
+    if (is_static) {
+        return 0;
+    }
     const std::lock_guard lock(mutex);
     int n_queued = 0;
     std::vector<uint32_t> kept; // the set does not evict its own members
@@ -965,6 +1032,9 @@ int expert_cache::prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority 
 }
 
 int expert_cache::cancel_prefetches() {
+    if (is_static) {
+        return 0;
+    }
     const std::lock_guard lock(mutex);
     int n = 0;
     for (const auto trigger : {S2MOE_TRIGGER_PREFETCH, S2MOE_TRIGGER_WARMUP}) {
@@ -1041,7 +1111,20 @@ void expert_cache::warm(std::span<const uint64_t> counts) {
         }
     }
     std::stable_sort(wanted.begin(), wanted.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
+    std::vector<size_t> n_room; // for more hot experts, by class
+    for (int i = 0; is_static && i < static_cast<int>(pools.size()); ++i) {
+        const size_t n_max = n_hot_max(i, n_live(i));
+        n_room.push_back(n_max - std::min(n_max, hot_entries(i).size()));
+    }
     for (const auto & [rate, index] : wanted) {
+        if (is_static && !entries[index].hot) {
+            size_t & left = n_room[class_of_entry(index)];
+            if (left == 0) {
+                continue;
+            }
+            entries[index].hot = true;
+            --left;
+        }
         prefetch_one(index, S2MOE_PRIORITY_WARMUP);
     }
     reader->wake();

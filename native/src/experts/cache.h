@@ -37,6 +37,7 @@ struct cache_options {
     std::string io = "auto";
     std::string reader = "auto";
     int queue_depth = 8;
+    std::string policy = "cache"; // or "static": what warm() names stays for ever, all else for one layer's pass
 };
 
 // What a decode may do, and how it counts.
@@ -135,6 +136,7 @@ class expert_cache final : private read_source {
         uint32_t slot = no_slot;
         bool prefetched = false; // came by a prefetch and has not been used since
         bool pinned = false;     // by pin()
+        bool hot = false;        // policy "static": stays in its slot
         uint64_t n_used = 0;     // by decode
         int64_t kept_until = 0;  // decode until which an unused prefetch is not evicted
         usefulness use;
@@ -211,6 +213,11 @@ class expert_cache final : private read_source {
     uint32_t demand_slot(int slot_class, std::unique_lock<std::mutex> & lock);
     uint32_t take_free(int slot_class);
     uint32_t find_victim(const pool & pool, bool also_pinned) const;
+    uint32_t n_hot_max(int slot_class, uint32_t n_slots) const;
+    uint32_t n_live(int slot_class) const;
+    std::vector<uint32_t> hot_entries(int slot_class) const;
+    void cool(int slot_class, uint32_t n_max);
+    void give_up(uint32_t slot);
     bool prefetch_one(uint32_t entry, s2moe_priority priority);
     void deliver(op_expert expert);
     void drain(std::unique_lock<std::mutex> & lock);
@@ -237,6 +244,8 @@ class expert_cache final : private read_source {
 
     int n_expert = 0; // of the largest layer: entries of a layer are n_expert apart
     const int queue_depth;
+    const bool is_static; // the policy. In each class hot experts leave the slots of one layer free, which are given up
+                          // when a pass ends: so a demand always finds one, and nothing is ever evicted
     std::atomic<int> n_threads = 1;
 
     mutable std::mutex mutex;

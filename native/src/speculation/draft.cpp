@@ -18,9 +18,9 @@ constexpr int sum_block = 1024;
 // exp(x) for x <= 0 to a relative 2e-4, without branches, so that loops over a vocabulary become vector code: std::exp
 // would cost a tenth of a draft.
 inline float fast_exp(float x) {
-    const float t = std::max(x * 1.44269504F, -126.0F);
-    const auto whole = static_cast<int32_t>(t) - 1; // t <= 0 is truncated upwards
-    const float f = t - static_cast<float>(whole);  // 0 < f <= 1 or a little more than that
+    const float t = std::max(-126.0F, x * 1.44269504F); // -126 for NaN, too
+    const auto whole = static_cast<int32_t>(t) - 1;     // t <= 0 is truncated upwards
+    const float f = t - static_cast<float>(whole);      // 0 < f <= 1 or a little more than that
     const float power = 1.0F + f * (0.69583356F + f * (0.22606716F + f * 0.07802467F));
     return power * std::bit_cast<float>((whole + 127) << 23);
 }
@@ -115,7 +115,7 @@ draft_view drafter::evaluate(int parent, llama_token token) {
     token_batch batch;
     batch.add(token, position + next.depth, {next.sequence}, true);
     {
-        const auto use = graphs.of(k_draft);
+        const auto use = graphs.of(0);
         const draft_mode mode(ctx, gate, k_draft);
         run_batch(ctx, batch, position + next.depth, 0, decode_kind::draft, experts);
     }
@@ -144,6 +144,9 @@ draft_view drafter::look() const {
             part += fast_exp(logits[i] - top);
         }
         sum += static_cast<double>(part);
+    }
+    if (!(sum < INFINITY)) {
+        throw failure(S2MOE_ERROR_NUMERIC, "the draft computed logits that are no finite numbers");
     }
     std::vector<std::pair<float, int32_t>> best; // ascending
     float least = -INFINITY;

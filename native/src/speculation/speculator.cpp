@@ -7,47 +7,21 @@
 
 #include "error.h"
 #include "llama-moe.h"
+#include "means.h"
 
 namespace s2moe {
 
 namespace {
 
 constexpr int state_version = 1;
-constexpr double average_share = 0.1; // of a new sample in a decayed mean
-constexpr int fixed_depth = 4;        // of the tree without adaptive expansion
+constexpr size_t regimes_max = 16;
+constexpr int fixed_depth = 4; // of the tree without adaptive expansion
 constexpr int fixed_width = 2;
 constexpr int skip_depth = 7; // of expert-skip's tree
 constexpr int wide_rows_max = 16;
 
-constexpr double nearly_none = 1e-3; // of an average that is 0 while unknown
-
 double seconds_since(std::chrono::steady_clock::time_point begun) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
-}
-
-// `mean` < 0 or 0: nothing known yet.
-void average(double & mean, double sample) {
-    mean = mean <= 0 ? sample : mean + average_share * (sample - mean);
-}
-
-std::vector<double> numbers(const common_json & object, const char * key) {
-    std::vector<double> result;
-    if (object.contains(key)) {
-        for (const common_json & each : object.at(key)) {
-            result.push_back(each.get<double>());
-        }
-    }
-    return result;
-}
-
-common_json fit_json(const cost_model::fit & fit) {
-    return {{"r2", fit.r2},
-            {"mape", fit.mape},
-            {"n", fit.n},
-            {"intercept_seconds", fit.intercept},
-            {"row_seconds", fit.row},
-            {"hit_seconds", fit.hit},
-            {"miss_seconds", fit.miss}};
 }
 
 } // namespace
@@ -74,19 +48,12 @@ speculator::speculator(llama_context * ctx, llama_context * draft_ctx, const cha
         if (state.at("version").get<int>() != state_version) {
             return;
         }
-        const auto scalars = numbers(state, "seconds");
-        // each checks what it takes; what does not fit is learnt again
-        verify_costs.load(numbers(state, "verify"));
-        draft_costs.load(numbers(state, "draft"));
-        confidences.load(numbers(state, "confidence"));
-        pacing.load(numbers(state, "controller"));
-        if (scalars.size() == 4 && std::all_of(scalars.begin(), scalars.end(), [](double x) {
-                return std::isfinite(x) && x >= -1 && x < 1e6;
-            })) {
-            draft_seconds = scalars[0];
-            single_seconds = scalars[1];
-            typical_hits = scalars[2];
-            typical_misses = scalars[3];
+        verify_costs.load(read_numbers(state, "verify"));
+        draft_costs.load(read_numbers(state, "draft"));
+        for (const auto & [key, value] : state.at("regimes").items()) {
+            if (regimes.size() < regimes_max) {
+                regimes[key].load(value);
+            }
         }
     } catch (const common_json_error &) {
         // of another version, or damaged: learnt again
@@ -94,13 +61,12 @@ speculator::speculator(llama_context * ctx, llama_context * draft_ctx, const cha
 }
 
 std::string speculator::state() const {
+    common_json kept = common_json::object();
+    for (const auto & [key, value] : regimes) {
+        kept[key] = value.save();
+    }
     const common_json result = {
-        {"version", state_version},
-        {"verify", verify_costs.save()},
-        {"draft", draft_costs.save()},
-        {"confidence", confidences.save()},
-        {"controller", pacing.save()},
-        {"seconds", std::vector<double>{draft_seconds, single_seconds, typical_hits, typical_misses}}};
+        {"version", state_version}, {"verify", verify_costs.save()}, {"draft", draft_costs.save()}, {"regimes", kept}};
     return result.dump();
 }
 
@@ -115,6 +81,12 @@ void speculator::begin(const char * options_json) {
                       "--speculation expert-skip or --no-shared-context");
     }
     options = std::move(next);
+    const std::string key = options.preset + "/" + std::to_string(options.draft_experts) + "/" +
+                            (options.shared_context ? "shared" : "own") + (options.prefetch ? "" : "/no-prefetch");
+    if (regimes.size() >= regimes_max && !regimes.contains(key)) {
+        regimes.clear(); // requests that try everything out
+    }
+    learnt = &regimes[key];
     counters = {};
     n_decodes = 0;
     n_reuses_before = llama_moe_get_n_graph_reuses(ctx);
@@ -156,14 +128,34 @@ drafter & speculator::active_drafter() {
 }
 
 expansion_costs speculator::costs() const {
-    if (!verify_costs.ready() || single_seconds <= 0) {
+    if (!verify_costs.ready() || learnt->single_seconds <= 0) {
         return {};
     }
-    return {.single_seconds = single_seconds,
+    return {.single_seconds = learnt->single_seconds,
             .row_seconds = verify_costs.marginal({1, 0, 0}),
             .hit_seconds = verify_costs.marginal({0, 1, 0}),
             .miss_seconds = verify_costs.marginal({0, 0, 1}),
-            .draft_seconds = draft_seconds};
+            .draft_seconds = learnt->draft_seconds};
+}
+
+// Whatever happens to a step, nothing stays pinned for it.
+struct speculator::pins {
+    explicit pins(speculator & owner) : owner(owner) {
+    }
+    ~pins() {
+        owner.unpin();
+    }
+    pins(const pins &) = delete;
+    pins & operator=(const pins &) = delete;
+
+    speculator & owner;
+};
+
+void speculator::unpin() {
+    if (experts != nullptr && has_pinned) {
+        experts->pin({});
+        has_pinned = false;
+    }
 }
 
 void speculator::prefetch(const expert_set & wanted, const expert_set & covered, const expert_set & resident) {
@@ -189,6 +181,7 @@ void speculator::pin(const expert_set & wanted) {
     std::vector<s2moe_expert_id> ids;
     wanted.for_each_beyond({}, [&](int layer, int expert) { ids.push_back({layer, expert}); });
     experts->pin(ids);
+    has_pinned = true;
 }
 
 speculator::drafted_tree speculator::draft(llama_token root, llama_pos position, int n_nodes) {
@@ -197,7 +190,7 @@ speculator::drafted_tree speculator::draft(llama_token root, llama_pos position,
     int depth = 0;
     int width = 1;
     if (options.method == draft_method::cascade) {
-        depth = std::min(lengths.length(), n_nodes);
+        depth = std::min(learnt->lengths.length(), n_nodes);
         if (depth == 0) {
             return tree;
         }
@@ -207,7 +200,7 @@ speculator::drafted_tree speculator::draft(llama_token root, llama_pos position,
     } else if (!options.adaptive) {
         depth = fixed_depth;
         width = fixed_width;
-    } else if (!verify_costs.ready() || single_seconds <= 0) {
+    } else if (!verify_costs.ready() || learnt->single_seconds <= 0) {
         depth = 1 + static_cast<int>(counters.n_steps % std::max(1, std::min(fixed_depth, n_nodes))); // calibration
     }
     if (!by.is_shared()) {
@@ -216,7 +209,8 @@ speculator::drafted_tree speculator::draft(llama_token root, llama_pos position,
     const auto begun_at = clock::now();
     try {
         by.begin(root, position, options.draft_experts);
-        tree = depth > 0 ? draft_fixed(by, n_nodes, depth, n_sequences > 1 ? width : 1) : draft_adaptively(by, n_nodes);
+        tree = depth > 0 ? draft_fixed(by, n_nodes, depth, n_sequences > 1 ? width : 1)
+                         : draft_adaptively(by, n_nodes, static_cast<int>(llama_n_ctx(ctx)) - position);
     } catch (const failure & error) {
         by.end();
         if (error.status == S2MOE_ERROR_ABORTED) {
@@ -238,7 +232,7 @@ draft_view speculator::evaluate_draft(drafter & by, int parent, llama_token toke
     const auto begun_at = clock::now();
     draft_view view = by.evaluate(parent, token);
     const double seconds = seconds_since(begun_at);
-    average(draft_seconds, seconds);
+    average(learnt->draft_seconds, seconds);
     draft_costs.observe({1, by.n_used_experts(), 0}, seconds);
     n_decodes += by.is_shared();
     return view;
@@ -251,6 +245,8 @@ speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int 
     const auto evaluate = [&](int parent, llama_token token) { return evaluate_draft(by, parent, token); };
     int n_evaluated = 1;
     const draft_view root = evaluate(-1, 0);
+    expert_set wanted = root.predicted;
+    pin(wanted);
     prefetch(root.likely, {}, {});
     tree.predicted.push_back(root.predicted);
     for (int chain = 0; chain < width && chain < static_cast<int>(root.next.size()); ++chain) {
@@ -259,7 +255,7 @@ speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int 
         double path = 1;
         auto [token, confidence] = root.next[chain];
         for (int d = 1; d <= depth && static_cast<int>(tree.nodes.size()) < n_nodes; ++d) {
-            path *= confidences.calibrated(confidence, d);
+            path *= learnt->confidences.calibrated(confidence, d);
             tree.nodes.push_back({parent, token, d, path, confidence});
             ++counters.n_drafted;
             tree.predicted.emplace_back();
@@ -269,6 +265,8 @@ speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int 
             }
             const draft_view view = evaluate(evaluated_parent, token);
             evaluated_parent = n_evaluated++;
+            wanted.unite(view.predicted);
+            pin(wanted);
             prefetch(view.likely, {}, {});
             tree.predicted.back() = view.predicted;
             if (view.next.empty()) {
@@ -280,7 +278,7 @@ speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int 
     return tree;
 }
 
-speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes) {
+speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes, int n_cells) {
     drafted_tree tree;
     tree.used = true;
     std::vector<draft_view> views;    // of what was evaluated, in order
@@ -296,15 +294,15 @@ speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes)
                        .width = n_sequences > 1},
                       views[0].predicted,
                       resident);
-    if (typical_hits >= 0) {
-        growing.set_typical(typical_hits, typical_misses);
+    if (learnt->typical_hits >= 0) {
+        growing.set_typical(learnt->typical_hits, learnt->typical_misses);
     }
     pin(views[0].predicted);
     prefetch(views[0].likely, {}, resident);
-    growing.offer(-1, views[0].next, confidences);
+    growing.offer(-1, views[0].next, learnt->confidences);
     int n_leaves_drafted = 1;
     std::vector<int> n_children(1, 0); // evaluated children by view
-    for (int i = growing.next(); i >= 0; i = growing.next()) {
+    for (int i = growing.next(); i >= 0 && static_cast<int>(views.size()) < n_cells; i = growing.next()) {
         const draft_node node = growing.nodes()[i];
         const int parent = node.parent < 0 ? 0 : evaluation[node.parent];
         if (n_children[parent] > 0 && ++n_leaves_drafted > n_sequences) {
@@ -320,7 +318,7 @@ speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes)
         for (const int admitted : growing.take_admitted()) {
             pin(growing.covered());
             prefetch(views[evaluation[admitted]].likely, covered, resident);
-            growing.offer(admitted, views[evaluation[admitted]].next, confidences);
+            growing.offer(admitted, views[evaluation[admitted]].next, learnt->confidences);
         }
         evaluation.resize(growing.nodes().size(), -1);
     }
@@ -357,8 +355,9 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     const int n_nodes =
         std::min(room(position, n_max), options.method == draft_method::expert_skip ? wide_rows_max : n_max - 1);
     const bool paced = options.method == draft_method::s2moe && options.adaptive;
+    const pins until_the_end(*this);
     drafted_tree tree;
-    if (may_draft(n_nodes) && (!paced || pacing.begin_step())) {
+    if (may_draft(n_nodes) && (!paced || learnt->pacing.begin_step())) {
         tree = draft(root, position, n_nodes);
     }
     s2moe_expert_stats before = {};
@@ -371,7 +370,7 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     const auto verify_at = clock::now();
     target->evaluate(root, position, tree.nodes, options.gate, credit(), gated);
     const double verify_seconds = seconds_since(verify_at);
-    pin({});
+    unpin();
     std::vector<llama_token> tokens;
     std::vector<int> path; // accepted nodes
     try {
@@ -390,12 +389,12 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     }
     ++n_decodes;
     if (gated) {
-        learn_costs(static_cast<int>(tree.nodes.size()) + 1, verify_seconds);
+        learn_costs(static_cast<int>(tree.nodes.size()) + 1, tree.used, verify_seconds);
         count_experts(tree);
     } else {
-        count_ungated(before, after, verify_seconds);
+        count_ungated(before, after, tree.used, verify_seconds);
     }
-    commit(tree, path);
+    commit(tree, path, gated);
     history.push_back(root);
     for (const int node : path) {
         history.push_back(tree.nodes[node].token);
@@ -404,12 +403,12 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     counters.n_tokens += static_cast<int64_t>(tokens.size());
     const double seconds = seconds_since(begun_at);
     if (paced) {
-        pacing.end_step(tree.used, static_cast<int>(tokens.size()), seconds);
+        learnt->pacing.end_step(tree.used, static_cast<int>(tokens.size()), seconds);
         if (tree.used) {
-            pacing.note_admitted(static_cast<int>(tree.nodes.size()));
+            learnt->pacing.note_admitted(static_cast<int>(tree.nodes.size()));
         }
     } else if (options.method == draft_method::cascade) {
-        lengths.end_step(static_cast<int>(tokens.size()), seconds);
+        learnt->lengths.end_step(static_cast<int>(tokens.size()), seconds);
     }
     return tokens;
 }
@@ -464,13 +463,13 @@ void speculator::accept(const drafted_tree & tree,
             }
             const bool accepted = tree.nodes[i].token == token;
             const int depth = tree.nodes[i].depth;
-            const double confidence = confidences.calibrated(tree.nodes[i].confidence, depth);
+            const double confidence = learnt->confidences.calibrated(tree.nodes[i].confidence, depth);
             auto & tenth = counters.confidence[std::clamp(static_cast<int>(confidence * 10), 0, 9)];
             ++tenth[0];
             tenth[1] += accepted;
             ++counters.confidence_by_depth[depth - 1][0];
             counters.confidence_by_depth[depth - 1][1] += accepted;
-            confidences.observe(tree.nodes[i].confidence, depth, accepted);
+            learnt->confidences.observe(tree.nodes[i].confidence, depth, accepted);
             if (accepted) {
                 next = i;
             }
@@ -481,131 +480,6 @@ void speculator::accept(const drafted_tree & tree,
         node = next;
         path.push_back(node);
     }
-}
-
-void speculator::learn_costs(int n_rows, double seconds) {
-    expert_set touched;
-    for (const auto & row : target->gate().rows()) {
-        touched.unite(row.chosen);
-    }
-    const auto counts = touched.new_beyond({}, target->gate().resident());
-    verify_costs.observe({n_rows, counts.resident, counts.missing}, seconds);
-    if (n_rows == 1) {
-        average(single_seconds, seconds);
-        return;
-    }
-    const auto added = touched.new_beyond(target->gate().rows().front().chosen, target->gate().resident());
-    average(typical_hits, std::max(nearly_none, static_cast<double>(added.resident) / (n_rows - 1)));
-    average(typical_misses, std::max(nearly_none, static_cast<double>(added.missing) / (n_rows - 1)));
-}
-
-// A root without the gate: the cache knows what it used, and nothing was bent.
-void speculator::count_ungated(const s2moe_expert_stats & before, const s2moe_expert_stats & after, double seconds) {
-    const auto grown = [&](const uint64_t (s2moe_expert_stats::*member)[S2MOE_N_PHASES]) {
-        return static_cast<int>((after.*member)[S2MOE_PHASE_DECODE] - (before.*member)[S2MOE_PHASE_DECODE]);
-    };
-    const int n_missed = grown(&s2moe_expert_stats::misses);
-    const int n_late = static_cast<int>(after.prefetches_late - before.prefetches_late);
-    int n_touched = n_missed + grown(&s2moe_expert_stats::hits) + grown(&s2moe_expert_stats::prefetched);
-    if (experts == nullptr) {
-        n_touched = k * n_moe_layers;
-    }
-    const int n_missing = n_missed + n_late;
-    verify_costs.observe({1, n_touched - n_missing, n_missing}, seconds);
-    average(single_seconds, seconds);
-    counters.n_experts_touched += n_touched;
-    counters.n_experts_exact += n_touched;
-    counters.n_missing += n_missing;
-    counters.n_missing_exact += n_missing;
-}
-
-void speculator::count_experts(const drafted_tree & tree) {
-    const auto & rows = target->gate().rows();
-    const expert_set & resident = target->gate().resident();
-    expert_set touched;
-    expert_set exact;
-    int64_t n_choices = 0;
-    for (const auto & row : rows) {
-        touched.unite(row.chosen);
-        exact.unite(row.exact);
-        n_choices += row.exact.size();
-    }
-    counters.n_experts_touched += touched.size();
-    counters.n_experts_exact += exact.size();
-    if (rows.size() > 1) {
-        counters.n_row_experts += n_choices;
-        counters.n_touched_multi += touched.size();
-        counters.n_exact_multi += exact.size();
-    }
-    counters.n_missing += touched.new_beyond({}, resident).missing;
-    counters.n_missing_exact += exact.new_beyond({}, resident).missing;
-    for (size_t i = 0; i < tree.predicted.size() && i < rows.size(); ++i) {
-        if (tree.predicted[i].size() == 0) {
-            continue;
-        }
-        const auto overlap = rows[i].exact.new_beyond({}, tree.predicted[i]);
-        counters.routing_hits += overlap.resident;
-        counters.routing_misses += overlap.missing;
-        counters.routing_extra += tree.predicted[i].size() - overlap.resident;
-    }
-}
-
-void speculator::commit(const drafted_tree & tree, const std::vector<int> & path) {
-    const int n_admitted = static_cast<int>(tree.nodes.size());
-    target->commit(path.empty() ? -1 : path.back());
-    committed_rows.clear();
-    for (int i = -1; i < static_cast<int>(path.size()); ++i) {
-        const int row = i < 0 ? 0 : path[i] + 1;
-        const auto & result = target->gate().rows()[row];
-        committed_rows.push_back({row, i + 1, result.n_biased});
-        counters.displaced_weight += result.displaced;
-        counters.n_token_layers += n_moe_layers;
-        ++counters.n_committed_rows;
-        counters.n_biased_rows += result.n_biased > 0;
-    }
-    if (n_admitted == 0) {
-        return;
-    }
-    ++counters.n_iterations;
-    counters.n_admitted += n_admitted;
-    counters.n_accepted += static_cast<int64_t>(path.size());
-    ++counters.acceptance_lengths[path.size()];
-    for (const verify_node & node : tree.nodes) {
-        ++counters.admitted_by_depth[node.depth - 1];
-    }
-    for (const int node : path) {
-        ++counters.accepted_by_depth[tree.nodes[node].depth - 1];
-    }
-}
-
-std::string speculator::report() const {
-    common_json result = counters.to_json();
-    result["method"] = method_name(options.method);
-    result["preset"] = options.preset;
-    result["error_budget"] = options.gate.budget;
-    const int64_t n_reused = llama_moe_get_n_graph_reuses(ctx) - n_reuses_before;
-    result["n_graph_builds"] = std::max<int64_t>(0, n_decodes - n_reused);
-    const bool paced = options.method == draft_method::s2moe && options.adaptive;
-    result["controller"] = {{"state",
-                             options.method == draft_method::off || !counters.disabled_reason.empty() ? "off"
-                             : paced                                                                  ? pacing.name()
-                                                                                                      : "drafting"},
-                            {"n_pauses", pacing.n_pauses()},
-                            {"n_probes", pacing.n_probes()},
-                            {"draft_length", pacing.draft_length()}};
-    common_json verify = fit_json(verify_costs.quality());
-    if (options.samples) {
-        common_json samples = common_json::array();
-        for (const auto & [predicted, measured] : verify_costs.samples()) {
-            samples.push_back(std::vector<double>{predicted, measured});
-        }
-        verify["samples"] = samples;
-    }
-    result["costs"] = {{"verify", verify}, {"draft_seconds", draft_seconds}, {"single_seconds", single_seconds}};
-    size_t graph_bytes = target == nullptr ? 0 : target->graph_bytes() + shared_drafter->graph_bytes();
-    graph_bytes += own_drafter == nullptr ? 0 : own_drafter->graph_bytes();
-    result["graph_bytes"] = static_cast<int64_t>(graph_bytes);
-    return result.dump();
 }
 
 } // namespace s2moe

@@ -5,19 +5,18 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "calibration.h"
-#include "cascade.h"
-#include "controller.h"
 #include "cost_model.h"
 #include "counters.h"
 #include "draft.h"
 #include "expansion.h"
 #include "options.h"
+#include "regime.h"
 #include "verify.h"
 
 namespace s2moe {
@@ -59,13 +58,16 @@ class speculator {
     drafter & active_drafter();
     drafted_tree draft(llama_token root, llama_pos position, int n_nodes);
     draft_view evaluate_draft(drafter & by, int parent, llama_token token);
-    drafted_tree draft_adaptively(drafter & by, int n_nodes);
+    drafted_tree draft_adaptively(drafter & by, int n_nodes, int n_cells);
     drafted_tree draft_fixed(drafter & by, int n_nodes, int depth, int width);
     void disable(const char * reason, const std::string & detail);
     void prefetch(const expert_set & wanted, const expert_set & covered, const expert_set & resident);
+    struct pins;
     void pin(const expert_set & wanted);
-    void learn_costs(int n_rows, double seconds);
-    void count_ungated(const s2moe_expert_stats & before, const s2moe_expert_stats & after, double seconds);
+    void unpin();
+    void learn_costs(int n_rows, bool drafted, double seconds);
+    void
+    count_ungated(const s2moe_expert_stats & before, const s2moe_expert_stats & after, bool drafted, double seconds);
     void count_experts(const drafted_tree & tree);
     std::vector<llama_token> step_plainly(llama_token root, llama_pos position, const chooser & choose);
     void accept(const drafted_tree & tree,
@@ -73,7 +75,7 @@ class speculator {
                 const chooser & choose,
                 std::vector<llama_token> & tokens,
                 std::vector<int> & path);
-    void commit(const drafted_tree & tree, const std::vector<int> & path);
+    void commit(const drafted_tree & tree, const std::vector<int> & path, bool gated);
     expansion_costs costs() const;
     double credit() const;
 
@@ -93,6 +95,7 @@ class speculator {
 
     speculation_options options;
     bool begun = false;
+    bool has_pinned = false;
     speculation_counters counters;
     int64_t n_decodes = 0; // of the context, in this response
     int64_t n_reuses_before = 0;
@@ -101,13 +104,9 @@ class speculator {
 
     cost_model verify_costs;
     cost_model draft_costs;
-    double draft_seconds = 0;  // of one evaluation, decayed mean
-    double single_seconds = 0; // T_AR, decayed mean
-    double typical_hits = -1;  // new experts of an admitted node, decayed means; -1: unknown
-    double typical_misses = -1;
-    calibration confidences;
-    controller pacing;
-    cascade lengths;
+    std::map<std::string, regime> regimes; // by preset and number of draft experts
+    regime none;                           // before begin()
+    regime * learnt = &none;               // of this response
 };
 
 } // namespace s2moe

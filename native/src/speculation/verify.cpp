@@ -56,17 +56,17 @@ void verifier::evaluate(llama_token root,
         batch.add(tree[i].token, at + tree[i].depth, members[i], true);
         prefixes.push_back(tree[i].path);
     }
-    llama_memory_t memory = llama_get_memory(ctx);
-    for (llama_seq_id s = 1; s < n_leaves; ++s) {
-        llama_memory_seq_cp(memory, 0, s, -1, -1);
-    }
-    const auto use = graphs.of(gated ? n + 1 : 0);
-    if (gated) {
-        target_gate.begin_target(settings, prefixes, credit);
-    } else {
-        target_gate.forget(n + 1);
-    }
     try {
+        llama_memory_t memory = llama_get_memory(ctx);
+        for (llama_seq_id s = 1; s < n_leaves; ++s) {
+            llama_memory_seq_cp(memory, 0, s, -1, -1);
+        }
+        const auto use = graphs.of(gated ? n + 1 : 0);
+        if (gated) {
+            target_gate.begin_target(settings, prefixes, credit);
+        } else {
+            target_gate.forget(n + 1);
+        }
         run_batch(ctx, batch, at, n_leaves, decode_kind::verify, experts);
     } catch (...) {
         target_gate.end();
