@@ -189,6 +189,14 @@ class Model:
             ) from error
         if self._learnt is not None:
             self._learnt.begin(speculator.state())
+        try:
+            speculator.begin(self.speculation.options)
+        except NativeError as error:
+            flag = "--" + error.message.partition(" ")[0].replace("_", "-").replace("method", "speculation")
+            speculator.close()
+            raise EngineStartError(
+                "invalid_setting", f"{flag}: {error.message}; change or omit it"
+            ) from error
         if not speculator.report()["width"]:
             limit = "drafts are chains: without flash attention rows of a tree would be rounded otherwise"
             self.speculation = replace(self.speculation, limit=limit)

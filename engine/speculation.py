@@ -82,7 +82,8 @@ class SpeculationSupport:
         if not self.is_possible:
             return ""
         default = "balanced" if self.method == DEFAULT_METHOD else EXACT
-        return EXACT if self.asked.exact else self.asked.preset or default
+        never_bends = self.asked.exact or self.asked.reuse_gating is False or self.asked.error_budget == 0
+        return EXACT if never_bends else self.asked.preset or default
 
     @property
     def has_draft_context(self) -> bool:
@@ -119,14 +120,14 @@ class SpeculationSupport:
         if method == EXPERT_SKIP:
             raise RequestError(
                 "invalid_value",
-                "expert-skip drafts with a KV cache of its own, which this server has no memory for; start "
-                "it with --speculation expert-skip or with --no-shared-context",
+                "expert-skip drafts with a KV cache of its own, which this server has set no memory aside for; "
+                "start it with --speculation expert-skip or with --no-shared-context",
                 param="s2moe.speculation",
             )
         raise RequestError(
             "invalid_value",
-            "drafts without the shared context need a KV cache of their own, which this server has no memory "
-            "for; start it with --no-shared-context or with --speculation expert-skip",
+            "drafts without the shared context need a KV cache of their own, which this server has set no "
+            "memory aside for; start it with --no-shared-context or with --speculation expert-skip",
             param="s2moe.shared_context",
         )
 

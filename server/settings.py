@@ -134,7 +134,8 @@ class Settings(BaseSettings):
     )
     keep_expert_counts: bool = Field(
         True,
-        description="keep in the cache directory how often experts are used, for the start of the next run",
+        description="keep in the cache directory how often experts are used, and what speculation learnt of "
+        "costs, for the next run",
     )
     expert_trace: Path | None = Field(
         None, description="file to write what each decode read, one line of JSON each, for benchmarks"

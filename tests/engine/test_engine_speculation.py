@@ -407,3 +407,31 @@ def test_exact_answer_does_not_build_on_gated_keys_and_values(
     assert follow_up == from_scratch
     _, finished = chat.ask(*conversation, ("assistant", from_scratch), ("user", "Go on."), max_tokens=2)
     assert finished.n_cached_tokens > prompt_of_first + 24
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"draft_experts": 9}, "--draft-experts"), ({"reuse_cap": 1}, "--reuse-cap")],
+    ids=str,
+)
+def test_settings_that_the_model_cannot_have_end_the_start(
+    spawn: Spawn, tiny_model_path: Path, options: dict[str, int], flag: str
+) -> None:
+    fatal = spawn().load(tiny_model_path, n_ctx=256, speculation=wire.Speculation(**options))
+    assert isinstance(fatal, wire.Fatal)
+    assert (fatal.code, fatal.retryable) == ("invalid_setting", False)
+    assert fatal.message.startswith(f"{flag}: ")
+
+
+def test_native_report_says_what_drafts_cost(chat: Chat) -> None:
+    _, finished = chat.ask(STORY, max_tokens=24, speculation=FORCED)
+    report = report_of(finished)
+    assert report.n_drafted >= report.n_admitted > report.n_accepted > 0
+    assert report.draft_fit.n > 0
+    assert report.verify_fit.n > 0
+    assert report.single_seconds >= 0
+
+
+def test_baselines_are_exact_unless_told_otherwise(chat: Chat) -> None:
+    _, finished = chat.ask(STORY, max_tokens=8, speculation=wire.Speculation(method="cascade"))
+    assert (report_of(finished).preset, report_of(finished).error_budget) == ("exact", 0)

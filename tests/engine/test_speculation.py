@@ -144,6 +144,8 @@ def test_micro_batch_must_hold_a_verification(monkeypatch: pytest.MonkeyPatch) -
         (Speculation(method="cascade"), "exact"),
         (Speculation(method="cascade", preset="fast"), "fast"),
         (Speculation(preset="fast", exact=True), "exact"),
+        (Speculation(preset="fast", reuse_gating=False), "exact"),
+        (Speculation(preset="fast", error_budget=0.0), "exact"),
     ],
 )
 def test_preset_is_what_the_method_takes_by_itself(
