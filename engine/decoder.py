@@ -136,7 +136,10 @@ class SpeculativeDecoder:
                 raise
             # the grammar may be at its end within the step: what a token at a time makes of it, counts
             logger.debug("a step of speculation failed, one token is decoded plainly: %s", error.message)
-            return [self._plain.after(root)]
+            token = self._plain.after(root)
+            if has_own_context(self._options):
+                self._speculator.feed(self._model.kv_tokens)
+            return [token]
 
     def report(self) -> SpeculationReport | None:
         report = self._speculator.report()
