@@ -779,6 +779,7 @@ void expert_cache::begin_pass(int layer_index,
     end_pass();
     if (previous < 0 || layer_index <= previous) {
         ++clock;
+        n_tokens_seen += n_tokens > decode_tokens_max && kind != decode_kind::verify ? 1 : n_tokens;
         // of the whole decode: the last layer of a prompt often computes its last token only
         current.prefill = n_tokens > decode_tokens_max && kind != decode_kind::verify;
     }
@@ -818,9 +819,9 @@ void expert_cache::begin_pass(int layer_index,
         const auto index = first + static_cast<uint32_t>(expert);
         entry & wanted = entries[index];
         if (current.prefill) {
-            wanted.use.add(prompt_weight * n_rows[expert] / n_tokens, clock);
+            wanted.use.add(prompt_weight * n_rows[expert] / n_tokens, n_tokens_seen);
         } else {
-            wanted.use.add(n_rows[expert], clock);
+            wanted.use.add(n_rows[expert], n_tokens_seen);
             wanted.n_used += n_rows[expert];
         }
         if (wanted.slot != no_slot && slots[wanted.slot].broken) {
@@ -1105,7 +1106,7 @@ void expert_cache::warm(std::span<const uint64_t> counts) {
             const auto index = static_cast<uint32_t>(layer * n_expert + e);
             const double rate = static_cast<double>(layout.n_expert_used) * static_cast<double>(counts[index]) / sum;
             if (rate > 0) {
-                entries[index].use.add(warm_weight * rate, clock);
+                entries[index].use.add(warm_weight * rate, n_tokens_seen);
                 wanted.emplace_back(rate, index);
             }
         }

@@ -258,9 +258,10 @@ class expert_cache final : private read_source {
     pass current;
     decode_kind kind = decode_kind::by_width;
     op_state op;
-    int64_t clock = 0;    // decodes so far
-    int ahead_index = -1; // layer that is being read ahead of a prompt: its experts stay
-    int reader_error = 0; // errno: there is no reader any more
+    int64_t clock = 0;         // decodes so far
+    int64_t n_tokens_seen = 0; // by them; a prompt's batch counts as one
+    int ahead_index = -1;      // layer that is being read ahead of a prompt: its experts stay
+    int reader_error = 0;      // errno: there is no reader any more
     std::atomic<bool> decode_failed = false;
     s2moe_status failure_status = S2MOE_OK;
     std::string failure_message;

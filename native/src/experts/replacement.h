@@ -12,7 +12,7 @@ namespace s2moe {
 // log2 f(t) + t / half_life, which does not change while time passes: scores of different age compare directly.
 class usefulness {
   public:
-    static constexpr double half_life = 16; // decodes; of 6 to 128 the least misses on chat text (docs/expert-cache.md)
+    static constexpr double half_life = 16; // tokens; of 6 to 128 the least misses on chat text (docs/expert-cache.md)
 
     void add(double weight, int64_t now) {
         const double age = static_cast<double>(now) / half_life;
