@@ -118,6 +118,17 @@ bool speculator::may_draft(int n_nodes) const {
     return options.method != draft_method::off && counters.disabled_reason.empty() && n_nodes > 0;
 }
 
+// Whether drafts can pay at all: with every expert in memory nothing is hidden behind them, so each must at least cost
+// less than it saves if it were certain.
+bool speculator::may_pay() const {
+    if (!verify_costs.ready() || learnt->single_seconds <= 0 || learnt->draft_seconds <= 0 ||
+        learnt->typical_hits < 0 || target->gate().some_are_missing()) {
+        return true; // or not known yet
+    }
+    const expansion_costs known = costs();
+    return known.single_seconds >= known.row_seconds + known.hit_seconds * learnt->typical_hits + known.draft_seconds;
+}
+
 void speculator::disable(const char * reason, const std::string & detail) {
     counters.disabled_reason = reason;
     counters.disabled_detail = detail;
@@ -357,7 +368,7 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     const bool paced = options.method == draft_method::s2moe && options.adaptive;
     const pins until_the_end(*this);
     drafted_tree tree;
-    if (may_draft(n_nodes) && (!paced || learnt->pacing.begin_step())) {
+    if (may_draft(n_nodes) && (!paced || (may_pay() && learnt->pacing.begin_step()))) {
         tree = draft(root, position, n_nodes);
     }
     s2moe_expert_stats before = {};

@@ -54,6 +54,7 @@ class speculator {
     };
 
     bool may_draft(int n_nodes) const;
+    bool may_pay() const;
     int room(llama_pos position, int n_max) const;
     drafter & active_drafter();
     drafted_tree draft(llama_token root, llama_pos position, int n_nodes);

@@ -77,6 +77,9 @@ void verifier::evaluate(llama_token root,
 }
 
 void verifier::commit(int node) {
+    if (depths.empty()) {
+        return; // the root alone is where it belongs, and there is nothing else
+    }
     const int n_kept = node < 0 ? 1 : 1 + depths[node];
     llama_moe_kv_commit(ctx, node < 0 ? 0 : sequences[node], position, position + n_kept);
 }
