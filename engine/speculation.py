@@ -120,8 +120,8 @@ class SpeculationSupport:
         if method == EXPERT_SKIP:
             raise RequestError(
                 "invalid_value",
-                "expert-skip drafts with a KV cache of its own, which this server has set no memory aside for; "
-                "start it with --speculation expert-skip or with --no-shared-context",
+                "expert-skip drafts with a KV cache of its own, for which this server has set no memory "
+                "aside; start it with --speculation expert-skip or with --no-shared-context",
                 param="s2moe.speculation",
             )
         raise RequestError(
