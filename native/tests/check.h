@@ -76,7 +76,7 @@ struct test_model {
     explicit test_model(unloaded) {
     }
 
-    void load(const llama_model_params & model_params, uint32_t n_ctx, uint32_t n_batch) {
+    void load(const llama_model_params & model_params, uint32_t n_ctx, uint32_t n_batch, uint32_t n_sequences = 1) {
         llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
         llama_backend_init();
         model.reset(llama_model_load_from_file(test_model_path(), model_params));
@@ -85,6 +85,8 @@ struct test_model {
         params.n_ctx = n_ctx;
         params.n_batch = params.n_ubatch = n_batch;
         params.n_threads = params.n_threads_batch = 2;
+        params.n_seq_max = n_sequences;
+        params.kv_unified = n_sequences > 1;
         ctx.reset(llama_init_from_model(model.get(), params));
         CHECK(ctx != nullptr);
     }

@@ -22,6 +22,7 @@ BUILD_DIR = Path(__file__).parents[2] / "build" / "native" / "s2moe"
         "chat_test",
         "experts_test",
         "speculation_test",
+        "speculator_test",
     ],
 )
 def test_cpp(name: str, random_model: Callable[[str], Path]) -> None:
@@ -46,4 +47,4 @@ def test_every_cpp_test_is_run_here() -> None:
         text=True,
         check=True,
     ).stdout
-    assert "Total Tests: 7" in listing
+    assert "Total Tests: 8" in listing

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "experts/barrier.h"
 #include "ggml.h"
 #include "llama.h"
 
@@ -277,8 +278,10 @@ void expert_gate::run(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return; // ggml calls every thread
     }
+    acquire_from_others();
     const auto & layer = *static_cast<const llama_moe_gate_layer *>(userdata);
     static_cast<expert_gate *>(layer.owner)->run_layer(dst, layer);
+    release_to_others();
 }
 
 // `dst` receives the scores as they are, or those of the chosen experts only.
