@@ -187,8 +187,6 @@ class Model:
                 "speculation_failed",
                 f"speculation cannot be prepared: {error.message}; serve with --speculation off",
             ) from error
-        if self._learnt is not None:
-            self._learnt.begin(speculator.state())
         try:
             speculator.begin(self.speculation.options)
         except NativeError as error:
@@ -197,6 +195,8 @@ class Model:
             raise EngineStartError(
                 "invalid_setting", f"{flag}: {error.message}; change or omit it"
             ) from error
+        if self._learnt is not None:
+            self._learnt.begin(speculator.state())
         if not speculator.report()["width"]:
             limit = "drafts are chains: without flash attention rows of a tree would be rounded otherwise"
             self.speculation = replace(self.speculation, limit=limit)

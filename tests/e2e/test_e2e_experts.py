@@ -41,7 +41,7 @@ def total(server: ServeProcess, name: str) -> float:
 
 
 def test_metrics_and_answers_agree_and_counters_outlive_the_engine(serve: Serve) -> None:
-    server = serve()
+    server = serve("--speculation", "off")  # one token per evaluation, so that lookups can be foretold
     before = {name: total(server, f"expert_cache_{name}") for name in ("lookups_total", "load_bytes_total")}
     timings = server.chat(STORY, max_tokens=24).json()["timings"]
     assert timings["predicted_expert_lookups"] == 23 * N_LAYERS * N_USED

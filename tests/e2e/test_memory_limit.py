@@ -90,7 +90,15 @@ def forget_cached(path: Path) -> None:
 @pytest.fixture(scope="module")
 def flags(tiny_model_path: Path) -> list[str]:
     assert tiny_model_path.stat().st_size > LIMIT_BYTES
-    return ["--model", str(tiny_model_path), "--ctx-size", "512", "--batch-size", str(BATCH_TOKENS)]
+    return [
+        "--model",
+        str(tiny_model_path),
+        "--ctx-size",
+        "512",
+        "--batch-size",
+        str(BATCH_TOKENS),
+        "--exact",
+    ]
 
 
 def ask_under_limit(folder: Path, *arguments: str) -> Seen:
