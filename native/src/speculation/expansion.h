@@ -63,8 +63,8 @@ struct draft_node {
 // draft's evaluation yields its routing, which sharpens the admit test, and its children. Once it is known what nodes
 // cost on average, a node is evaluated only if it would be admitted at that price, and a child that is as likely given
 // the node as the node given its parent would gain more than the evaluation costs. The others are left to finish(),
-// which judges them by the average. (With evaluations of every candidate that passes the decode test, three of four
-// evaluations were of nodes never admitted, and drafting lost what it gained: docs/speculation.md.)
+// which judges them by the average. (With evaluations of every candidate that passes the decode test, more than half
+// were of nodes never admitted, and drafting lost what it gained: docs/speculation.md.)
 class expansion {
   public:
     // root: the experts that the root's own row will use, covered from the start; resident: those in memory.
