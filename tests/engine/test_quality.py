@@ -318,7 +318,7 @@ def test_exact_differs_in_nothing_and_gating_keeps_its_budget(tiny_model_path: P
     assert (exact["biased_share"], exact["displaced_weight"]) == (0, 0)
     assert exact["reuse_ratio"] == exact["reuse_ratio_ungated"]
     assert fast["biased_share"] > 0
-    assert 0 < fast["displaced_weight"] <= 0.1 + 1e-6
+    assert 0 < fast["displaced_weight"] <= 0.2 + 1e-6
     assert fast["misses_avoided"] > 0
     for each in (exact, fast):
         assert each["totals"]["n_committed_rows"] == 222
