@@ -22,11 +22,9 @@ common_json fit_json(const cost_model::fit & fit) {
 
 } // namespace
 
-void speculator::learn_costs(int n_rows, bool drafted, double seconds) {
-    expert_set touched;
-    for (const auto & row : target->gate().rows()) {
-        touched.unite(row.chosen);
-    }
+// touched: by all rows of the evaluation
+void speculator::learn_costs(const expert_set & touched, bool drafted, double seconds) {
+    const int n_rows = static_cast<int>(target->gate().rows().size());
     const auto counts = touched.new_beyond({}, target->gate().resident());
     verify_costs.observe({n_rows, counts.resident, counts.missing}, seconds);
     if (n_rows == 1) {
@@ -65,7 +63,7 @@ void speculator::count_ungated(const s2moe_expert_stats & before,
     counters.n_missing_exact += n_missing;
 }
 
-void speculator::count_experts(const drafted_tree & tree) {
+void speculator::count_experts(const drafted_tree & tree, double seconds) {
     const auto & rows = target->gate().rows();
     const expert_set & resident = target->gate().resident();
     expert_set touched;
@@ -76,6 +74,7 @@ void speculator::count_experts(const drafted_tree & tree) {
         exact.unite(row.exact);
         n_choices += row.exact.size();
     }
+    learn_costs(touched, tree.used, seconds);
     counters.n_experts_touched += touched.size();
     counters.n_experts_exact += exact.size();
     if (rows.size() > 1) {
@@ -131,11 +130,10 @@ std::string speculator::report() const {
     result["error_budget"] = options.gate.budget;
     const int64_t n_reused = llama_moe_get_n_graph_reuses(ctx) - n_reuses_before;
     result["n_graph_builds"] = std::max<int64_t>(0, n_decodes - n_reused);
-    const bool paced = options.method == draft_method::s2moe && options.adaptive;
     result["controller"] = {{"state",
                              options.method == draft_method::off || !counters.disabled_reason.empty() ? "off"
-                             : paced ? learnt->pacing.name()
-                                     : "drafting"},
+                             : is_paced() ? learnt->pacing.name()
+                                          : "drafting"},
                             {"n_pauses", learnt->pacing.n_pauses()},
                             {"n_probes", learnt->pacing.n_probes()},
                             {"draft_length", learnt->pacing.draft_length()}};

@@ -365,10 +365,9 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     const auto begun_at = clock::now();
     const int n_nodes =
         std::min(room(position, n_max), options.method == draft_method::expert_skip ? wide_rows_max : n_max - 1);
-    const bool paced = options.method == draft_method::s2moe && options.adaptive;
     const pins until_the_end(*this);
     drafted_tree tree;
-    if (may_draft(n_nodes) && (!paced || (may_pay() && learnt->pacing.begin_step()))) {
+    if (may_draft(n_nodes) && (!is_paced() || (may_pay() && learnt->pacing.begin_step()))) {
         tree = draft(root, position, n_nodes);
     }
     s2moe_expert_stats before = {};
@@ -400,8 +399,7 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     }
     ++n_decodes;
     if (gated) {
-        learn_costs(static_cast<int>(tree.nodes.size()) + 1, tree.used, verify_seconds);
-        count_experts(tree);
+        count_experts(tree, verify_seconds);
     } else {
         count_ungated(before, after, tree.used, verify_seconds);
     }
@@ -413,7 +411,7 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     ++counters.n_steps;
     counters.n_tokens += static_cast<int64_t>(tokens.size());
     const double seconds = seconds_since(begun_at);
-    if (paced) {
+    if (is_paced()) {
         learnt->pacing.end_step(tree.used, static_cast<int>(tokens.size()), seconds);
         if (tree.used) {
             learnt->pacing.note_admitted(static_cast<int>(tree.nodes.size()));

@@ -55,6 +55,10 @@ class speculator {
 
     bool may_draft(int n_nodes) const;
     bool may_pay() const;
+    // Whether the controller decides if steps draft.
+    bool is_paced() const {
+        return options.method == draft_method::s2moe && options.adaptive;
+    }
     int room(llama_pos position, int n_max) const;
     drafter & active_drafter();
     drafted_tree draft(llama_token root, llama_pos position, int n_nodes);
@@ -66,10 +70,10 @@ class speculator {
     struct pins;
     void pin(const expert_set & wanted);
     void unpin();
-    void learn_costs(int n_rows, bool drafted, double seconds);
+    void learn_costs(const expert_set & touched, bool drafted, double seconds);
     void
     count_ungated(const s2moe_expert_stats & before, const s2moe_expert_stats & after, bool drafted, double seconds);
-    void count_experts(const drafted_tree & tree);
+    void count_experts(const drafted_tree & tree, double seconds);
     std::vector<llama_token> step_plainly(llama_token root, llama_pos position, const chooser & choose);
     void accept(const drafted_tree & tree,
                 int n_max,
