@@ -21,14 +21,12 @@ import numpy.typing as npt
 from s2moe.engine.divergence import Rows
 from s2moe.engine.errors import EngineStartError, RequestError
 from s2moe.engine.hot_experts import write_atomically
-from s2moe.engine.inspection import ENGINE_BASE_BYTES, FRONT_END_BYTES
 from s2moe.engine.loading import about, check_file
-from s2moe.engine.memory import Footprint, resident_bytes
 from s2moe.engine.messages import Configure
-from s2moe.engine.model import Model
 from s2moe.engine.native import Library, LibraryNotFoundError, NativeError, load_llama_cpp
 from s2moe.engine.native_experts import model_layout
 from s2moe.engine.output_file import OutputFileError, check_output
+from s2moe.engine.planned_model import PlannedModel
 from s2moe.engine.quality_report import QualityReport, Setting, SettingQuality, Totals
 from s2moe.engine.text_walk import Logits, Passed, Walker
 from s2moe.engine.text_windows import TextError, Window, cut, read_text
@@ -121,19 +119,13 @@ def quality(task: Task, progress: Progress) -> QualityReport:
     return report
 
 
-class ScoringModel(Model):
-    """A model whose expert cache has the slots that `s2moe serve` would give it with the same budget."""
+class ScoringModel(PlannedModel):
+    """A model whose logits are compared."""
 
     def __init__(self, configure: Configure, logits_bytes: int) -> None:
         """`logits_bytes`: what is kept for comparison. It lies outside of a budget that was chosen, so that
         the cache is the server's, and inside of what the machine has. Raises EngineStartError."""
-        self._bytes_before = resident_bytes()
-        self._logits_bytes = 0 if configure.memory_budget_bytes else logits_bytes
-        super().__init__(configure, lambda _phase, _fraction: None)
-
-    def _planned_footprint(self) -> Footprint:
-        grown_bytes = resident_bytes() - self._bytes_before
-        return Footprint(FRONT_END_BYTES, ENGINE_BASE_BYTES + self._logits_bytes + grown_bytes)
+        super().__init__(configure, 0 if configure.memory_budget_bytes else logits_bytes)
 
     def read_logits(self, index: int) -> Logits:
         """[n_vocab], a view that is valid until the next decode."""
@@ -202,7 +194,7 @@ def _measure(model: ScoringModel, task: Task, text: str, progress: Progress) -> 
     )
 
 
-def _memory(model: Model) -> dict[str, Any]:
+def _memory(model: PlannedModel) -> dict[str, Any]:
     plan = model.plan
     if plan is None:
         return {"budget_bytes": 0, "n_slots": 0, "n_experts": 0}

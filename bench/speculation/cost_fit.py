@@ -32,11 +32,9 @@ from s2moe.bench.workload import N_CTX
 from s2moe.engine.demo_model import ensure_demo_model
 from s2moe.engine.errors import EngineStartError, RequestError
 from s2moe.engine.generation import Generation
-from s2moe.engine.inspection import ENGINE_BASE_BYTES, FRONT_END_BYTES
-from s2moe.engine.memory import Footprint, resident_bytes
 from s2moe.engine.messages import Configure, Generate, Sampling, Speculation
-from s2moe.engine.model import Model
 from s2moe.engine.native_speculation import Speculator
+from s2moe.engine.planned_model import PlannedModel
 
 DEFAULT_LIMITS: Final = "1050,1500,2100"
 N_TOKENS: Final = 64
@@ -46,18 +44,6 @@ LEAST_SAMPLES: Final = 20
 
 class CostFitError(Exception):
     """Nothing could be measured; the message says why."""
-
-
-class PlannedModel(Model):
-    """With as many slots as `s2moe serve` would have, though there is no front end here."""
-
-    def __init__(self, configure: Configure) -> None:
-        """Raises EngineStartError."""
-        self._bytes_before = resident_bytes()
-        super().__init__(configure, lambda _phase, _fraction: None)
-
-    def _planned_footprint(self) -> Footprint:
-        return Footprint(FRONT_END_BYTES, ENGINE_BASE_BYTES + resident_bytes() - self._bytes_before)
 
 
 class SamplingSpeculator:
@@ -108,7 +94,7 @@ def measure_here(model_path: Path, budget_bytes: int, n_prompts: int, preset: st
         model.close()
 
 
-def answer(model: Model, name: str, messages: list[dict[str, str]]) -> None:
+def answer(model: PlannedModel, name: str, messages: list[dict[str, str]]) -> None:
     """Raises CostFitError."""
     request = Generate(
         request_id=name,
