@@ -10,13 +10,15 @@ Order of a connection:
     engine    → Hello
     front end → Configure
     engine    → LoadProgress*  → Ready | Fatal
-    front end → Generate | Abort | Ping | Shutdown       (any number)
+    front end → Generate | Abort | Query | Ping | Shutdown       (any number)
     engine    → for each Generate, in this order: Started, PrefillProgress*, Step*, then exactly
                 one of Finished and Failed (Failed may come first, alone)
-                Pong for each Ping, EngineStats at any time
+                exactly one reply for each Query, Pong for each Ping, EngineStats at any time
 
 One Generate runs at a time: the front end sends the next one only after Finished or Failed of the
-one before. EOF on either side means that the other process is gone.
+one before. A Query that needs no more than the vocabulary and the chat template (Tokenize, Detokenize,
+ApplyTemplate) is answered also while a Generate runs, one Query after the other; Embed waits for its turn
+between two Generates. EOF on either side means that the other process is gone.
 """
 
 from __future__ import annotations
@@ -99,6 +101,11 @@ class Configure(Message, frozen=True, tag=True):
     """What requests get that do not say otherwise."""
     expert_policy: str = "cache"
     """`cache`, or for comparison `static`: the most used experts stay, the others never do."""
+    prompt_cache_bytes: int = -1
+    """Host memory for the KV rows of other conversations, part of the budget; 0 = none, -1 = a tenth of what
+    the plan has left beyond the experts' floor, at most 1 GiB."""
+    prompt_cache_dir: str | None = None
+    """Where these rows are kept between runs; None = nowhere."""
 
 
 class Sampling(Message, frozen=True, tag=True):
@@ -124,8 +131,10 @@ class Generate(Message, frozen=True, tag=True):
     """Answer a conversation."""
 
     request_id: str
-    messages_json: bytes
-    """JSON array of OpenAI chat messages whose `content` is a string, roles system, user, assistant."""
+    messages_json: bytes = b""
+    """JSON array of OpenAI chat messages: `content` is a string or null, roles system, user, assistant, tool;
+    `tool_calls` (with `arguments` as a string of JSON), `tool_call_id`, `reasoning_content` where they apply.
+    Empty: there is a `prompt` or `prompt_tokens` instead."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     """Upper bound on generated tokens; None = until the context is full."""
@@ -133,12 +142,63 @@ class Generate(Message, frozen=True, tag=True):
     """Non-empty strings that end the answer; the one that ends first wins and is not returned."""
     speculation: Speculation = Speculation()
     """What differs from the server's setting."""
+    chat_options_json: bytes = b"{}"
+    """The other keys of the request of s2moe_chat_apply() in s2moe.h: `tools`, `tool_choice`,
+    `parallel_tool_calls`, `json_schema`, `enable_thinking`, `chat_template_kwargs`,
+    `continue_final_message`. Only with messages."""
+    prompt: str | None = None
+    """A raw prompt: no chat template, and the answer is not parsed. Special tokens in it are parsed."""
+    prompt_tokens: list[int] | None = None
+    """The same as tokens, nothing added."""
+    n_top_logprobs: int | None = None
+    """0 … 20: log probabilities of each token, and of so many of the likeliest; None = none."""
+    special_pieces: bool = False
+    """Whether the text of control tokens is part of the answer."""
+    ignore_eos: bool = False
+    """Whether the model may not end its turn: for benchmarks."""
 
 
 class Abort(Message, frozen=True, tag=True):
     """Stop the named request, whether it runs or still waits in the engine. Ignored for any other id."""
 
     request_id: str
+
+
+class Tokenize(Message, frozen=True, tag=True):
+    """→ Tokenized"""
+
+    query_id: str
+    text: str
+    add_special: bool = False
+    """Whether the tokens that the vocabulary wants around a prompt (BOS) are added."""
+    parse_special: bool = True
+    """Whether text such as `<|im_end|>` becomes the control token of that name."""
+
+
+class Detokenize(Message, frozen=True, tag=True):
+    """→ Detokenized"""
+
+    query_id: str
+    tokens: list[int]
+
+
+class ApplyTemplate(Message, frozen=True, tag=True):
+    """→ Rendered"""
+
+    query_id: str
+    messages_json: bytes
+    """As in Generate."""
+    chat_options_json: bytes = b"{}"
+    """As in Generate."""
+
+
+class Embed(Message, frozen=True, tag=True):
+    """→ Embedded; QueryFailed with `unsupported` for a model that gives no embeddings."""
+
+    query_id: str
+    texts: list[str] = []
+    token_lists: list[list[int]] = []
+    """Behind the texts; nothing is added to them."""
 
 
 class Ping(Message, frozen=True, tag=True):
@@ -197,6 +257,13 @@ class ModelInfo(Message, frozen=True, tag=True):
     speculation_preset: str = ""
     speculation_limit: str = ""
     """Why drafts are not possible, or only in part; empty if they are."""
+    chat_template: str = ""
+    """Jinja source in use."""
+    bos_token: str = ""
+    eos_token: str = ""
+    n_embd: int = 0
+    gives_embeddings: bool = False
+    """Whether Embed works; such a model answers no Generate."""
 
 
 class Plan(Message, frozen=True, tag=True):
@@ -252,9 +319,40 @@ class PrefillProgress(Message, frozen=True, tag=True):
     """Prompt tokens in the KV cache, cached ones included."""
 
 
+class ToolCallDelta(Message, frozen=True, tag=True):
+    """Part of a tool call. The first one of a call has id and name, and never again."""
+
+    index: int
+    """0, 1, … in the order of the calls."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """A piece of the JSON text."""
+
+
+class TopLogprob(Message, frozen=True, tag=True):
+    token: int
+    piece: bytes
+    """May be part of a character."""
+    logprob: float
+
+
+class TokenLogprob(Message, frozen=True, tag=True):
+    """How likely the model found a token that it chose: natural logarithm, of the model's own distribution,
+    before penalties, grammar and temperature."""
+
+    token: int
+    piece: bytes
+    logprob: float
+    """At least -9999: JSON has no infinity."""
+    top: list[TopLogprob] = []
+    """The likeliest, best first."""
+
+
 class Step(Message, frozen=True, tag=True):
-    """Text released by one decode step. Whole UTF-8 characters only, stop strings removed, reasoning split
-    off. A step that released no text is not sent, but for the last one, which may only carry n_tokens."""
+    """Text released by one decode step. Whole UTF-8 characters only, stop strings removed, reasoning and tool
+    calls split off. A step that released nothing is not sent, but for the last one, which may only carry
+    n_tokens and logprobs."""
 
     request_id: str
     content: str = ""
@@ -263,6 +361,10 @@ class Step(Message, frozen=True, tag=True):
     """Tokens generated since the last Step, including held-back ones."""
     sampled_ns: int = 0
     """CLOCK_MONOTONIC at which the native call that gave the last of these tokens returned."""
+    tool_calls: list[ToolCallDelta] = []
+    logprobs: list[TokenLogprob] = []
+    """Of the n_tokens tokens, if asked for; without an end-of-turn token and what belongs to a stop
+    string."""
 
 
 class ExpertUse(Message, frozen=True, tag=True):
@@ -358,7 +460,7 @@ class Timings(Message, frozen=True, tag=True):
 class Finished(Message, frozen=True, tag=True):
     request_id: str
     reason: str
-    """`stop`, `length` or `cancelled`."""
+    """`stop`, `length`, `tool_calls` or `cancelled`."""
     n_prompt_tokens: int = 0
     n_cached_tokens: int = 0
     n_completion_tokens: int = 0
@@ -373,6 +475,43 @@ class Failed(Message, frozen=True, tag=True):
     request_id: str
     code: str
     """`context_length_exceeded`, `template_error`, `invalid_grammar`, `invalid_value`, `internal`, …"""
+    message: str
+    param: str | None = None
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class Tokenized(Message, frozen=True, tag=True):
+    query_id: str
+    tokens: list[int]
+    pieces: list[bytes] = []
+    """Bytes of each token."""
+
+
+class Detokenized(Message, frozen=True, tag=True):
+    query_id: str
+    text: bytes
+    """May begin or end within a character."""
+
+
+class Rendered(Message, frozen=True, tag=True):
+    query_id: str
+    prompt: str
+    n_tokens: int
+    """That the prompt has for the model."""
+
+
+class Embedded(Message, frozen=True, tag=True):
+    query_id: str
+    vectors: list[list[float]]
+    """[texts and token lists][n_embd], of length 1 each"""
+    n_tokens: list[int]
+
+
+class QueryFailed(Message, frozen=True, tag=True):
+    query_id: str
+    code: str
+    """As in Failed, or `unsupported`."""
     message: str
     param: str | None = None
     n_prompt_tokens: int = 0
@@ -484,10 +623,18 @@ class EngineStats(Message, frozen=True, tag=True):
     memory_total_bytes: int = 0
     """gauge: what there is, container limits included; 0 = not known"""
     memory_pressure_events: dict[str, int] = {}
-    """Increments by what was done about it, such as `shrink_cache`."""
+    """Increments by what was done about it, such as `shrink_cache` or `drop_prompt_cache`."""
+    prompt_cache_entries: int = 0
+    """gauge: conversations kept beside the KV cache"""
+    prompt_cache_bytes: int = 0
+    """gauge: what they take"""
+    prompt_cache_events: dict[str, int] = {}
+    """Increments: `saved`, `restored`, `evicted`, `loaded` (from disk), `failed` (disk)."""
 
 
-ToEngine = Configure | Generate | Abort | Ping | Shutdown
+Query = Tokenize | Detokenize | ApplyTemplate | Embed
+QueryReply = Tokenized | Detokenized | Rendered | Embedded | QueryFailed
+ToEngine = Configure | Generate | Abort | Query | Ping | Shutdown
 FromEngine = (
     Hello
     | LoadProgress
@@ -498,6 +645,7 @@ FromEngine = (
     | Step
     | Finished
     | Failed
+    | QueryReply
     | Pong
     | EngineStats
 )

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from s2moe.server.admission import Admission
+from s2moe.server.answering import Answering
 from s2moe.server.api import chat, health, metrics, models
 from s2moe.server.api import version as version_api
 from s2moe.server.engine_client import EngineClient, EngineError
@@ -33,7 +34,7 @@ def create_app(settings: Settings, client: EngineClient, registry: Metrics, admi
         redirect_slashes=False,
     )
     for routes in (
-        chat.router(settings, client, registry, admission),
+        chat.router(Answering(settings, client, registry, admission)),
         models.router(client, alias=settings.model_alias),
         health.router(client, admission),
         metrics.router(client, registry),

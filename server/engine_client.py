@@ -10,7 +10,16 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from s2moe.engine.messages import EngineStats, Finished, Generate, GenerationEvent, ModelInfo
+from s2moe.engine.messages import (
+    EngineStats,
+    Finished,
+    Generate,
+    GenerationEvent,
+    ModelInfo,
+    Query,
+    QueryFailed,
+    QueryReply,
+)
 
 
 class EngineState(StrEnum):
@@ -47,6 +56,14 @@ class EngineUnavailableError(EngineError):
     def __init__(self, message: str, state: EngineState) -> None:
         super().__init__(message)
         self.state = state
+
+
+class QueryError(EngineError):
+    """The engine answered a query with QueryFailed."""
+
+    def __init__(self, reply: QueryFailed) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
 
 
 class EngineObserver(Protocol):
@@ -117,5 +134,15 @@ class EngineClient(Protocol):
 
         Raises EngineDiedError when the process ends before the last event, EngineUnavailableError
         when there is no ready engine.
+        """
+        ...
+
+    async def ask(self, query: Query) -> QueryReply:
+        """Sends a query and returns its reply, which is never QueryFailed. Any number may be under way, also
+        beside a running request; the engine answers one after the other. Cancelling the call drops the
+        reply.
+
+        Raises QueryError, EngineDiedError when the process ends before the reply, EngineUnavailableError when
+        there is no ready engine.
         """
         ...

@@ -1,4 +1,4 @@
-"""One generation request, from the queue to its last event, in a task of its own.
+"""The generation of one HTTP request, from the queue to its last event, in a task of its own.
 
 Why a task: the HTTP side of a request may be cancelled at any moment and more than once (client gone,
 server shutdown), while the engine's abort must be seen through before the next request may run. The task
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from s2moe.engine.messages import Failed, Finished, Generate, GenerationEvent, Step
 from s2moe.server.admission import Admission
@@ -24,18 +24,23 @@ _log = logging.getLogger(__name__)
 
 
 class Generation:
-    """Runs one request and hands its events to one consumer through `next_event`.
+    """Runs the engine's requests of one HTTP request, one after the other, and hands their events to one
+    consumer through `next_event`.
 
     The consumer must call `cancel` when it stops before the last event; at any other time `cancel` does
     nothing. Events wait in memory for a slow consumer; the context length bounds their number.
     """
 
     def __init__(
-        self, client: EngineClient, admission: Admission, recorder: RequestRecorder, request: Generate
+        self,
+        client: EngineClient,
+        admission: Admission,
+        recorder: RequestRecorder,
+        requests: Sequence[Generate],
     ) -> None:
         self._client = client
         self._admission = admission
-        self._request = request
+        self._requests = tuple(requests)
         self.recorder = recorder
         self._events: deque[GenerationEvent | ApiError] = deque()
         self._arrival: asyncio.Future[None] | None = None
@@ -44,11 +49,12 @@ class Generation:
         self._last: GenerationEvent | None = None
         self._direct: Callable[[Step], bool] | None = None
         self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._run(), name=request.request_id)
+        self._task = self._loop.create_task(self._run(), name=self._requests[0].request_id)
         self._task.add_done_callback(self._on_done)
 
     async def next_event(self) -> GenerationEvent:
-        """The next event, up to and including Finished. Raises the ApiError that ended the request.
+        """The next event, up to and including Finished, for each request. Raises the ApiError that ended
+        them.
 
         May be cancelled and called again without losing an event.
         """
@@ -90,18 +96,24 @@ class Generation:
     async def _run(self) -> None:
         async with self._admission.slot(self.cut):
             self.recorder.admitted()
-            for _ in range(_ENGINE_TRIES - 1):
-                try:
-                    return await self._generate()
-                except EngineUnavailableError:
-                    # The engine died between its being ready and our request: nothing was begun.
-                    if self._admission.draining:
-                        raise
-                await self._client.wait_ready()
-            return await self._generate()
+            for index, request in enumerate(self._requests):
+                self.recorder.begin_choice(is_last=index == len(self._requests) - 1)
+                await self._try_to_generate(request)
 
-    async def _generate(self) -> None:
-        await self._client.run(self._request, self._on_event)
+    async def _try_to_generate(self, request: Generate) -> None:
+        for _ in range(_ENGINE_TRIES - 1):
+            try:
+                return await self._generate(request)
+            except EngineUnavailableError:
+                # The engine died between its being ready and our request: nothing was begun.
+                if self._admission.draining:
+                    raise
+            await self._client.wait_ready()
+        return await self._generate(request)
+
+    async def _generate(self, request: Generate) -> None:
+        self._last = None
+        await self._client.run(request, self._on_event)
         if isinstance(self._last, Failed):
             raise from_failed(self._last, generation_began=self.recorder.generation_began)
         if self._last is not None and _is_cancelled(self._last):
@@ -141,11 +153,11 @@ class Generation:
         api_error = to_api_error(error)
         if not isinstance(error, ApiError) and api_error.code == "internal_error":
             _log.error(
-                "generation failed", exc_info=error, extra={"fields": {"id": self._request.request_id}}
+                "generation failed", exc_info=error, extra={"fields": {"id": self._requests[0].request_id}}
             )
         self.recorder.failed(api_error)
         self._deliver(api_error)
 
 
 def _is_cancelled(event: GenerationEvent) -> bool:
-    return isinstance(event, Finished) and event.reason not in ("stop", "length")
+    return isinstance(event, Finished) and event.reason == "cancelled"

@@ -19,7 +19,8 @@ _FAILURE_REASONS = {
 
 
 class RequestRecorder:
-    """Follows one request from admission to its end. `phase` is queued, prefill or decode.
+    """Follows one HTTP request from admission to its end. `phase` is queued, prefill or decode: once the
+    first of several choices decodes, it stays decode.
 
     Exactly one of `finished`, `failed` and `cancelled` ends it.
     """
@@ -40,6 +41,8 @@ class RequestRecorder:
         self.phase = "queued"
         self.n_prompt_tokens = 0
         self.finish: str | None = None
+        self._is_last_choice = True
+        self._n_counted_tokens = 0
 
     @property
     def n_generated_tokens(self) -> int:
@@ -52,6 +55,11 @@ class RequestRecorder:
     def admitted(self) -> None:
         self._metrics.queue_duration.observe(time.monotonic() - self._arrived)
         self.phase = "prefill"
+
+    def begin_choice(self, *, is_last: bool) -> None:
+        """Another answer to the same request begins; the request ends with the last one."""
+        self._is_last_choice = is_last
+        self._n_counted_tokens = self.n_generated_tokens
 
     def on_event(self, event: GenerationEvent) -> None:
         if isinstance(event, Step):
@@ -126,16 +134,17 @@ class RequestRecorder:
 
     def _on_finished(self, event: Finished) -> None:
         # Tokens that released no text (end of turn, a removed stop string) were in no step.
-        rest = event.n_completion_tokens - self.n_generated_tokens
+        rest = event.n_completion_tokens - (self.n_generated_tokens - self._n_counted_tokens)
         if rest > 0:
             self._n_content_tokens += rest
             self._content_tokens.inc(rest)
         self._metrics.request_generated_tokens.observe(event.n_completion_tokens)
         self._metrics.prefill_duration.observe(event.timings.prefill_seconds)
         self._metrics.decode_duration.observe(event.timings.decode_seconds)
-        self._metrics.request_duration.observe(time.monotonic() - self._arrived)
-        if event.reason in ("stop", "length"):
-            self._end(event.reason)
+        if self._is_last_choice:
+            self._metrics.request_duration.observe(time.monotonic() - self._arrived)
+            if event.reason != "cancelled":
+                self._end(event.reason)
 
     def _end(self, finish: str) -> None:
         self.finish = finish

@@ -446,6 +446,25 @@ S2MOE_API int32_t s2moe_sampler_sample(s2moe_sampler * sampler,
  */
 S2MOE_API int32_t s2moe_sampler_accept_prompt(s2moe_sampler * sampler, const int32_t * tokens, int32_t n_tokens);
 
+/*
+ * Log probabilities (natural logarithm) under the softmax of the logits at `index` of ctx's last decode, over the whole
+ * vocabulary: what the model itself thinks, before penalties, grammar and temperature.
+ *
+ *   token         whose log probability *logprob receives
+ *   n_top         0 .. 100
+ *   top_tokens    receives the n_top likeliest tokens, best first; of equal ones the smaller id
+ *   top_logprobs  and their log probabilities; all are at least -9999
+ *
+ * Errors: S2MOE_ERROR_INVALID (an index without logits, a token outside the vocabulary), S2MOE_ERROR_NUMERIC.
+ */
+S2MOE_API int32_t s2moe_logprobs(struct llama_context * ctx,
+                                 int32_t index,
+                                 int32_t token,
+                                 float * logprob,
+                                 int32_t n_top,
+                                 int32_t * top_tokens,
+                                 float * top_logprobs);
+
 /* The seed in use. */
 S2MOE_API uint32_t s2moe_sampler_seed(const s2moe_sampler * sampler);
 
@@ -634,7 +653,14 @@ S2MOE_API void s2moe_chat_free(s2moe_chat * chat);
  * Renders a conversation.
  *
  *   request_json  { "messages": [ OpenAI chat messages ], "add_generation_prompt": bool (default true),
- *                   "enable_thinking": bool (default true) }
+ *                   "enable_thinking": bool (default true),
+ *                   "tools": [ OpenAI tools ], "tool_choice": "auto" (default), "none" or "required",
+ *                   "parallel_tool_calls": bool (default false: at most one call),
+ *                   "json_schema": object that the answer's content must match; not with "required",
+ *                   "chat_template_kwargs": { name: any JSON } variables of the template; they win over
+ *                   "enable_thinking",
+ *                   "continue_final_message": bool (default false): the last message is the assistant's and is
+ *                   continued; what it has is not part of the answer }
  *   result_json   receives { "prompt": text to tokenize with special tokens parsed; a BOS that the vocabulary adds by
                              itself is not in it, so let the tokenizer add it,
  *                   "format": how the answer is written; "content-only" needs no parser,
@@ -643,11 +669,19 @@ S2MOE_API void s2moe_chat_free(s2moe_chat * chat);
  *                   "generation_prompt": what of the answer the prompt already holds,
  *                   "parser": opaque; hand the whole object to s2moe_answer_create() }
  *
- * Errors: S2MOE_ERROR_INVALID (malformed JSON or messages), S2MOE_ERROR_TEMPLATE (the template refuses them).
+ * "grammar" is what tools and schema demand; hand it with the keys beside it to s2moe_sampler_create(). It leaves
+ * reasoning free where the template knows of reasoning.
+ *
+ * Errors: S2MOE_ERROR_INVALID (malformed JSON, messages, or tools), S2MOE_ERROR_GRAMMAR (the schema cannot be
+ * turned into a grammar: the message names the place), S2MOE_ERROR_TEMPLATE (the template refuses the messages).
+ * [any thread]
  */
 S2MOE_API int32_t s2moe_chat_apply(const s2moe_chat * chat, const char * request_json, char ** result_json);
 
-/* The parser of one streamed answer: splits raw text into content and reasoning. */
+/* Jinja source of the template in use. Freed with s2moe_string_free(). [any thread] */
+S2MOE_API int32_t s2moe_chat_source(const s2moe_chat * chat, char ** source);
+
+/* The parser of one streamed answer: splits raw text into content, reasoning and tool calls. */
 typedef struct s2moe_answer s2moe_answer;
 
 /* `chat_json`: what s2moe_chat_apply() returned. Errors: NULL. */
@@ -659,7 +693,9 @@ S2MOE_API void s2moe_answer_free(s2moe_answer * answer);
  *
  *   text, n_bytes  more of the answer, whole UTF-8 characters
  *   final          true: the answer ends here; incomplete markup at the end then counts as content
- *   delta_json     receives { "content": text, "reasoning": text }, either may be ""
+ *   delta_json     receives { "content": text, "reasoning": text, "tool_calls": [{ "index": from 0, "id", "name",
+ *                  "arguments": a piece of JSON text }] }; any may be empty. "name", and "id" where the format has
+ *                  one, come once, with the first piece of a call; indices never go back
  *
  * Text that may still turn out to be markup is held back until it is decided. Errors: S2MOE_ERROR_INTERNAL.
  */

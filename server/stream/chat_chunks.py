@@ -10,21 +10,17 @@ from typing import Any
 
 import msgspec
 
-from s2moe.engine.messages import Finished, Step
+from s2moe.engine.messages import Finished, PrefillProgress, Started, Step
 from s2moe.server.errors import ErrorReply
 from s2moe.server.stream.usage import performance_of, usage_of
 
-PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 
 
 class ChatChunkEncoder:
-    """Encodes one stream. All that is constant in a text chunk is encoded once, here, because the rest
-    runs once per token.
-
-    `start()`, then `feed()` for each Step, then `finish()`; each returns whole events. A failure takes
-    the place of the rest, as `error_event()`.
+    """An `answering.AnswerEncoder`. All that is constant in a text chunk is encoded once, here, because the
+    rest runs once per token.
     """
 
     def __init__(
@@ -64,19 +60,24 @@ class ChatChunkEncoder:
             data += self._content_prefix + _json.encode(step.content) + self._text_suffix
         return data
 
-    def finish(self, event: Finished) -> bytes:
+    def progress(self, event: Started | PrefillProgress) -> bytes:
+        return b""
+
+    def finish_choice(self, event: Finished) -> bytes:
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": event.reason}
         final: dict[str, Any] = {**self._head, "choices": [choice]}
         performance = performance_of(event)
         if not self._include_usage:
-            return _event(final | performance) + _DONE
+            return _event(final | performance)
         usage = {**self._head, "choices": [], "usage": usage_of(event), **performance}
-        return _event({**final, "usage": None}) + _event(usage) + _DONE
+        return _event({**final, "usage": None}) + _event(usage)
 
+    def finish(self) -> bytes:
+        return _DONE
 
-def error_event(reply: ErrorReply) -> bytes:
-    """An in-band error. No [DONE] follows, so that a cut answer never looks complete."""
-    return _event(reply.body)
+    def fail(self, reply: ErrorReply) -> bytes:
+        """An in-band error. No [DONE] follows, so that a cut answer never looks complete."""
+        return _event(reply.body)
 
 
 def _event(value: dict[str, Any]) -> bytes:

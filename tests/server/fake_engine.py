@@ -9,16 +9,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from s2moe.engine.messages import (
+    ApplyTemplate,
+    Detokenize,
+    Detokenized,
     Finished,
     Generate,
     GenerationEvent,
     ModelInfo,
+    Query,
+    QueryFailed,
+    QueryReply,
+    Rendered,
     SpeculationReport,
     Started,
     Step,
     Timings,
+    Tokenize,
+    Tokenized,
 )
-from s2moe.server.engine_client import EngineObserver, EngineState, EngineUnavailableError, EventSink
+from s2moe.server.engine_client import (
+    EngineObserver,
+    EngineState,
+    EngineUnavailableError,
+    EventSink,
+    QueryError,
+)
 
 MODEL = ModelInfo(
     architecture="llama",
@@ -87,7 +102,24 @@ def endless_prefill(request: Generate) -> Sequence[Action]:
 
 def last_text(request: Generate) -> str:
     """The content of the last message, by which tests tell requests apart."""
+    if not request.messages_json:
+        return request.prompt or ""
     return str(json.loads(request.messages_json)[-1]["content"])
+
+
+def byte_tokens(query: Query) -> QueryReply:
+    match query:
+        case Tokenize():
+            data = query.text.encode()
+            return Tokenized(query_id=query.query_id, tokens=list(data), pieces=[bytes([b]) for b in data])
+        case Detokenize():
+            return Detokenized(query_id=query.query_id, text=bytes(token % 256 for token in query.tokens))
+        case ApplyTemplate():
+            messages = json.loads(query.messages_json)
+            prompt = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
+            return Rendered(query_id=query.query_id, prompt=prompt, n_tokens=len(prompt.encode()))
+        case _:
+            return QueryFailed(query_id=query.query_id, code="unsupported", message="no embeddings here")
 
 
 async def until(condition: Callable[[], bool], *, seconds: float = 5) -> None:
@@ -118,6 +150,9 @@ class FakeEngine:
     unavailable_times: int = 0
     """So many calls of `run` find the engine just gone, though it was said to be ready."""
     running: str | None = None
+    answer: Callable[[Query], QueryReply] | None = None
+    """How queries are answered; None = a token per byte, messages one per line, and no embeddings."""
+    queries: list[Query] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set_state(self, state: EngineState, detail: str = "") -> None:
@@ -163,6 +198,16 @@ class FakeEngine:
             raise
         finally:
             self.running = None
+
+    async def ask(self, query: Query) -> QueryReply:
+        if self.state not in (EngineState.READY, EngineState.BUSY):
+            raise EngineUnavailableError("there is no engine", self.state)
+        self.queries.append(query)
+        await asyncio.sleep(0)
+        reply = (self.answer or byte_tokens)(query)
+        if isinstance(reply, QueryFailed):
+            raise QueryError(reply)
+        return reply
 
     def _observe(self, event: Finished) -> None:
         if self.observer is not None:

@@ -25,19 +25,20 @@ def test_stream_and_whole_answer_hold_the_same_text(
     encoder = ChatChunkEncoder(
         completion_id="c", created=1, model=model, system_fingerprint="f", include_usage=include_usage
     )
-    builder = ChatCompletionBuilder(completion_id="c", created=1, model=model)
+    builder = ChatCompletionBuilder(completion_id="c", created=1, model=model, fingerprint=lambda: "f")
     data = encoder.start()
     for content, reasoning in steps:
         event = step(REQUEST, content, reasoning=reasoning)
         data += encoder.feed(event)
         builder.feed(event)
-    data += encoder.finish(finished(REQUEST))
+    data += encoder.finish_choice(finished(REQUEST)) + encoder.finish()
+    builder.finish_choice(finished(REQUEST))
     text = data.decode()
     assert text.endswith("\n\ndata: [DONE]\n\n")
     assert events_of(text)[-1] == "[DONE]"
     chunks = chunks_of(text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-    whole = builder.finish(finished(REQUEST), system_fingerprint="f")["choices"][0]["message"]
+    whole = builder.finish()["choices"][0]["message"]
     assert "".join(delta.get("content", "") for delta in deltas) == whole["content"]
     for name in ("reasoning", "reasoning_content"):
         assert "".join(delta.get(name, "") for delta in deltas) == whole.get(name, "")
