@@ -1,6 +1,7 @@
 # make setup   everything that is missing: Python environment, native libraries
 # make serve   setup, then the server on 127.0.0.1:8080 (ARGS="--port 9000 …" passes flags)
-# make test    setup, then all tests
+# make test    setup, then all tests but those below
+# make test-clients   setup, then real clients, each in an environment of its own: see docs/clients.md
 # make check   linters, formatters and the type checker
 # make native-sanitize   C++ tests under ASan + UBSan, and under TSan
 
@@ -15,7 +16,7 @@ NATIVE_FLAGS := $(if $(CUDA),--define S2MOE_CUDA=ON)
 PIP_INSTALL  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_FAILED   := { echo "setup: error: pip failed (its reason is above); check the network and run the same command again" >&2; exit 1; }
 
-.PHONY: setup setup-dev native serve test check format native-sanitize clean
+.PHONY: setup setup-dev native serve test test-clients check format native-sanitize clean
 .SILENT:
 
 setup: $(STAMPS)/package native
@@ -27,6 +28,10 @@ serve: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-clients: setup-dev
+	$(BIN)/python tests/clients/install.py
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 native: $(STAMPS)/venv
 	$(BIN)/python native/build.py $(NATIVE_FLAGS)

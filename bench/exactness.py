@@ -256,6 +256,7 @@ def main() -> None:
             n_threads=arguments.threads,
             memory_budget_bytes=arguments.memory_budget,
             keep_expert_counts=False,
+            prompt_cache_bytes=0,
             speculation=Speculation(method="s2moe"),
         ),
         lambda _phase, _fraction: None,

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             model_path=str(path),
             n_ctx=1024,
             keep_expert_counts=False,
+            prompt_cache_bytes=0,
             speculation=Speculation(method="s2moe"),
         ),
         lambda _phase, _fraction: None,

@@ -10,7 +10,8 @@ import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from s2moe.engine.loop import Channel, Engine
+from s2moe.engine.channel import Channel
+from s2moe.engine.loop import Engine
 from s2moe.engine.native import Library, LibraryNotFoundError
 
 PR_SET_PDEATHSIG = 1

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+from s2moe.engine.embedding import N_SEQUENCES, POOLING_KEY, gives_embeddings
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.memory import available_bytes
 from s2moe.engine.messages import Configure
@@ -69,6 +70,7 @@ class ContextMaker:
         self._configure = configure
         self._n_threads = n_threads
         self._support: SpeculationSupport | None = None
+        self._gives_embeddings: bool | None = None
 
     @property
     def n_batch(self) -> int:
@@ -81,6 +83,10 @@ class ContextMaker:
 
     def speculation(self, handle: Any) -> SpeculationSupport:
         """What the model, loaded or simulated, allows."""
+        if self.gives_embeddings(handle):
+            return SpeculationSupport(
+                self._configure.speculation, is_possible=False, limit="the model gives embeddings, not text"
+            )
         if self._support is None:
             n_batch = min(self.n_batch, self.n_ctx(handle))
             self._support = SpeculationSupport.of_model(
@@ -90,6 +96,15 @@ class ContextMaker:
                 # before the first context: verified rows must equal those of single tokens, bit for bit
                 set_batch_invariance(self._library, N_VERIFY_ROWS)
         return self._support
+
+    def gives_embeddings(self, handle: Any) -> bool:
+        """Whether the model, loaded or simulated, is one for embeddings. Raises EngineStartError for one that
+        is neither for these nor for text."""
+        if self._gives_embeddings is None:
+            architecture = meta_value(self._llama_cpp, handle, "general.architecture")
+            pooling_type = meta_value(self._llama_cpp, handle, f"{architecture}.{POOLING_KEY}")
+            self._gives_embeddings = gives_embeddings(pooling_type, self._configure.model_path)
+        return self._gives_embeddings
 
     def n_kv_caches(self, handle: Any) -> int:
         return 2 if self.speculation(handle).has_draft_context else 1
@@ -113,10 +128,14 @@ class ContextMaker:
             draft = context_memory(self._library, contexts.draft)
             memory.kv_bytes += draft.kv_bytes
             memory.compute_bytes += draft.compute_bytes
+        vocab = self._llama_cpp.llama_model_get_vocab(handle)
+        n_vocab: int = self._llama_cpp.llama_vocab_n_tokens(vocab)
+        if self.gives_embeddings(handle):
+            # pooling needs every token, and llama.cpp then sets a row of logits aside for each
+            n_embd: int = self._llama_cpp.llama_model_n_embd_out(handle)
+            memory.compute_bytes += 4 * (n_vocab + n_embd) * self._llama_cpp.llama_n_ubatch(contexts.main)
         if self.speculation(handle).is_possible:
-            vocab = self._llama_cpp.llama_model_get_vocab(handle)
             n_layer: int = self._llama_cpp.llama_model_n_layer(handle)
-            n_vocab: int = self._llama_cpp.llama_vocab_n_tokens(vocab)
             memory.compute_bytes += small_graphs_bytes(
                 n_layer, n_vocab, has_draft_context=contexts.draft is not None
             )
@@ -128,6 +147,12 @@ class ContextMaker:
         # one micro-batch per native call: an aborted call then leaves the KV cache as it was
         params.n_batch = params.n_ubatch = min(n_batch, params.n_ctx)
         params.n_outputs_max = min(MAX_OUTPUTS, params.n_batch)
+        if self.gives_embeddings(handle):
+            params.embeddings = True
+            params.n_outputs_max = params.n_batch
+            # llama.cpp reserves a graph for equally long sequences
+            params.n_seq_max = next(n for n in range(N_SEQUENCES, 0, -1) if params.n_ubatch % n == 0)
+            params.kv_unified = True
         params.n_threads = params.n_threads_batch = self._n_threads
         params.no_perf = True
         if self.speculation(handle).is_possible:

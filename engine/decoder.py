@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
+from s2moe.engine.constraint import Constraint
 from s2moe.engine.errors import RequestError
 from s2moe.engine.messages import Generate, SpeculationReport
 from s2moe.engine.model import Model
@@ -39,6 +40,11 @@ class Decoder(Protocol):
         """
         ...
 
+    def rows(self) -> list[int]:
+        """For each of the tokens that came last, the index of the logits that chose it. They stay valid until
+        the next call of next_tokens()."""
+        ...
+
     def report(self) -> SpeculationReport | None:
         """What speculation did; None where none was asked for."""
         ...
@@ -48,12 +54,12 @@ class PlainDecoder:
     """One token per decode."""
 
     def __init__(
-        self, model: Model, sampler: Sampler, *, has_grammar: bool, disabled_reason: str = ""
+        self, model: Model, sampler: Sampler, constraint: Constraint | None, *, disabled_reason: str = ""
     ) -> None:
         """`disabled_reason`: why there is no speculation though the request asks for it."""
         self._model = model
         self._sampler = sampler
-        self._has_grammar = has_grammar
+        self._constraint = constraint
         self._disabled_reason = disabled_reason
         self._last: int | None = None
         self.n_steps = 0
@@ -66,6 +72,9 @@ class PlainDecoder:
         self._last = self._sample()
         return [self._last]
 
+    def rows(self) -> list[int]:
+        return [-1]
+
     def after(self, token: int) -> int:
         """Evaluates `token` and returns the next."""
         self._last = token
@@ -75,9 +84,9 @@ class PlainDecoder:
         try:
             return self._sampler.sample(self._model.context)
         except NativeError as error:
-            if self._has_grammar:
+            if self._constraint is not None:
                 message = f"the grammar allows no further token: {error.message}"
-                raise RequestError("invalid_grammar", message, param="grammar") from error
+                raise self._constraint.refused(message) from error
             raise RequestError("internal", f"sampling failed: {error.message}") from error
 
     def report(self) -> SpeculationReport | None:
@@ -97,18 +106,18 @@ class SpeculativeDecoder:
         speculator: Speculator,
         sampler: Sampler,
         options: dict[str, Any],
-        *,
-        has_grammar: bool,
+        constraint: Constraint | None,
     ) -> None:
         """Raises NativeError as Speculator.begin()."""
         self._model = model
         self._speculator = speculator
         self._sampler = sampler
         self._options = options
-        self._has_grammar = has_grammar
+        self._constraint = constraint
         self._keeps_bits = options["method"] != EXPERT_SKIP
-        self._plain = PlainDecoder(model, sampler, has_grammar=has_grammar)
+        self._plain = PlainDecoder(model, sampler, constraint)
         self._last: int | None = None
+        self._is_plain_step = True
         self.n_steps = 0
         speculator.begin(options)
         self.is_exact = speculator.report()["error_budget"] == 0
@@ -126,14 +135,22 @@ class SpeculativeDecoder:
         self._last = tokens[-1]
         return tokens
 
+    def rows(self) -> list[int]:
+        if self._is_plain_step:
+            return self._plain.rows()
+        return [row.logits_index for row in self._speculator.rows()]
+
     def _step(self, root: int, n_max: int) -> list[int]:
         try:
-            return self._model.speculate(
+            tokens = self._model.speculate(
                 self._speculator, self._sampler, root, n_max, keeps_bits=self._keeps_bits
             )
+            self._is_plain_step = False
+            return tokens
         except RequestError as error:
-            if error.code != "internal" or not self._has_grammar:
+            if error.code != "internal" or self._constraint is None:
                 raise
+            self._is_plain_step = True
             # the grammar may be at its end within the step: what a token at a time makes of it, counts
             logger.debug("a step of speculation failed, one token is decoded plainly: %s", error.message)
             token = self._plain.after(root)
@@ -148,22 +165,23 @@ class SpeculativeDecoder:
         return report_to_wire(report)
 
 
-def create_decoder(model: Model, request: Generate, sampler: Sampler) -> Decoder:
+def create_decoder(
+    model: Model, request: Generate, sampler: Sampler, constraint: Constraint | None
+) -> Decoder:
     """The decoder for what request and server ask for, and the model allows.
 
     Raises RequestError when the request's options are out of their domain, or not those of this server.
     """
-    has_grammar = bool(request.sampling.grammar)
     options = merge(model.speculation.asked, request.speculation)
     if options["method"] == OFF:
-        return PlainDecoder(model, sampler, has_grammar=has_grammar)
+        return PlainDecoder(model, sampler, constraint)
     model.speculation.check(options)
     if model.speculator is not None:
         try:
-            return SpeculativeDecoder(model, model.speculator, sampler, options, has_grammar=has_grammar)
+            return SpeculativeDecoder(model, model.speculator, sampler, options, constraint)
         except NativeError as error:
             if error.status == Status.INVALID:
                 raise refused(error.message) from error
             if error.status != Status.UNSUPPORTED:
                 raise
-    return PlainDecoder(model, sampler, has_grammar=has_grammar, disabled_reason=UNSUPPORTED)
+    return PlainDecoder(model, sampler, constraint, disabled_reason=UNSUPPORTED)

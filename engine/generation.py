@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from s2moe.engine.decoder import Decoder, create_decoder
 from s2moe.engine.errors import RequestAbortedError, RequestError
 from s2moe.engine.expert_stats import UseMeter
+from s2moe.engine.logprobs import LogprobReader
 from s2moe.engine.messages import (
     ExpertUse,
     Finished,
@@ -20,12 +20,17 @@ from s2moe.engine.messages import (
     Started,
     Step,
     Timings,
+    TokenLogprob,
 )
 from s2moe.engine.model import Model
 from s2moe.engine.native import NativeAnswerParser, NativeError, Sampler, Status
+from s2moe.engine.prompt import Prompt, read_prompt
 from s2moe.engine.stream.answer import AnswerStream, ContentOnly, Delta
+from s2moe.engine.stream.token_ledger import TokenLedger
+from s2moe.engine.tool_calls import ToolCalls
 
-CONTENT_ONLY = "content-only"
+NEVER: Final = -1e9
+"""A bias that no logit outweighs, and that leaves other tokens their probabilities."""
 
 
 class Generation:
@@ -45,8 +50,12 @@ class Generation:
         self.decode_seconds = 0.0
         self.prefill_experts: ExpertUse | None = None
         self.decode_experts: ExpertUse | None = None
-        self._n_unsent_tokens = 0
+        self._ledger = TokenLedger()
+        self._tool_calls = ToolCalls()
+        self._is_thinking = False
+        """Whether what was released last is reasoning."""
         self._decoder: Decoder | None = None
+        self._logprobs: LogprobReader | None = None
 
     def run(self) -> Iterator[GenerationEvent]:
         """Yields Started, PrefillProgress, Step and, last, Finished.
@@ -55,24 +64,26 @@ class Generation:
         after every exception.
         """
         try:
-            chat = self._apply_template()
+            self._check_limits()
+            prompt = read_prompt(self._model, self._request)
             self._check_abort()
-            prompt = self._tokenize_prompt(chat)
+            tokens = prompt.tokenize(self._model.vocabulary)
+            self.n_prompt_tokens = len(tokens)
             self._check_abort()
-            yield from self._answer(chat, prompt)
+            yield from self._answer(prompt, tokens)
         except RequestAbortedError:
             yield self._finished("cancelled", None)
 
-    def _answer(self, chat: dict[str, Any], prompt: list[int]) -> Iterator[GenerationEvent]:
-        sampler = self._create_sampler()
+    def _answer(self, prompt: Prompt, tokens: list[int]) -> Iterator[GenerationEvent]:
+        sampler = self._create_sampler(prompt)
         try:
-            decoder = self._decoder = create_decoder(self._model, self._request, sampler)
-            parser = self._create_parser(chat)
+            decoder = self._decoder = create_decoder(self._model, self._request, sampler, prompt.constraint)
+            parser = self._create_parser(prompt)
             try:
-                stream = AnswerStream([*self._request.stop, *chat["stops"]], parser)
-                yield from self._prefill(prompt, exact=decoder.is_exact)
-                sampler.accept_prompt(prompt)
-                yield from self._decode(decoder, stream, self._visible_specials(chat))
+                stream = AnswerStream([*self._request.stop, *prompt.stops], parser)
+                yield from self._prefill(tokens, exact=decoder.is_exact)
+                sampler.accept_prompt(tokens)
+                yield from self._decode(decoder, stream, self._visible_specials(prompt))
             finally:
                 if isinstance(parser, NativeAnswerParser):
                     parser.close()
@@ -86,69 +97,39 @@ class Generation:
         if self._model.abort.requested:
             raise RequestAbortedError
 
-    def _check_length(self, n_prompt_tokens: int, *, at_least: bool = False) -> None:
-        n_ctx = self._model.n_ctx
-        if n_prompt_tokens < n_ctx:
-            return
-        count = f"at least {n_prompt_tokens}" if at_least else str(n_prompt_tokens)
-        raise RequestError(
-            "context_length_exceeded",
-            f"This model's maximum context length is {n_ctx} tokens, but the messages have {count} "
-            "tokens and leave no room for an answer. Shorten them or serve with a larger --ctx-size.",
-            param="messages",
-            n_prompt_tokens=n_prompt_tokens,
-            n_ctx=n_ctx,
-        )
+    def _check_limits(self) -> None:
+        if self._request.max_tokens is not None and self._request.max_tokens < 1:
+            raise RequestError("invalid_value", "max_tokens must be at least 1", param="max_tokens")
+        if (n_top := self._request.n_top_logprobs) is not None:
+            model = self._model
+            self._logprobs = LogprobReader(model.library, model.context, model.vocabulary, n_top)
 
-    def _apply_template(self) -> dict[str, Any]:
-        try:
-            messages = json.loads(self._request.messages_json)
-            n_bytes = sum(len(message["content"].encode()) for message in messages)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RequestError(
-                "invalid_value", "messages are not a list of chat messages with text", param="messages"
-            ) from error
-        self._check_length(self._model.min_token_count(n_bytes), at_least=True)
-        request = b'{"messages":%b}' % self._request.messages_json
-        try:
-            self._chat_json = self._model.chat_template.apply(request)
-        except NativeError as error:
-            code = "template_error" if error.status == Status.TEMPLATE else "invalid_value"
-            raise RequestError(
-                code, f"the chat template refuses the messages: {error.message}", param="messages"
-            ) from error
-        chat: dict[str, Any] = json.loads(self._chat_json)
-        return chat
-
-    def _tokenize_prompt(self, chat: dict[str, Any]) -> list[int]:
-        prompt = self._model.tokenize(chat["prompt"])
-        self.n_prompt_tokens = len(prompt)
-        if not prompt:
-            raise RequestError("invalid_value", "the prompt has no tokens", param="messages")
-        self._check_length(len(prompt))
-        return prompt
-
-    def _create_sampler(self) -> Sampler:
+    def _create_sampler(self, prompt: Prompt) -> Sampler:
         params = sampling_params(self._request.sampling)
+        if self._request.ignore_eos:
+            params.setdefault("logit_bias", [])
+            params["logit_bias"] += [[token, NEVER] for token in self._model.vocabulary.ends]
+        if prompt.constraint is not None:
+            params.update(prompt.constraint.params)
         try:
             return Sampler(self._model.library, self._model.handle, params)
         except NativeError as error:
-            if error.status == Status.GRAMMAR:
-                raise RequestError("invalid_grammar", error.message, param="grammar") from error
+            if error.status == Status.GRAMMAR and prompt.constraint is not None:
+                raise prompt.constraint.refused(error.message) from error
             # libs2moe begins its message with the key that it rejects
             key = error.message.partition(" ")[0]
             param = key if key in params else None
             code = "insufficient_memory" if error.status == Status.NO_MEMORY else "invalid_value"
             raise RequestError(code, error.message, param=param) from error
 
-    def _create_parser(self, chat: dict[str, Any]) -> NativeAnswerParser | ContentOnly:
-        if chat["format"] == CONTENT_ONLY:
+    def _create_parser(self, prompt: Prompt) -> NativeAnswerParser | ContentOnly:
+        if prompt.chat_json is None:
             return ContentOnly()
-        return NativeAnswerParser(self._model.library, self._chat_json)
+        return NativeAnswerParser(self._model.library, prompt.chat_json)
 
-    def _visible_specials(self, chat: dict[str, Any]) -> frozenset[int]:
+    def _visible_specials(self, prompt: Prompt) -> frozenset[int]:
         """Control tokens whose text the parser needs to see."""
-        ids = (self._model.control_token(text) for text in chat["preserved_tokens"])
+        ids = (self._model.vocabulary.control_token(text) for text in prompt.preserved_tokens)
         return frozenset(token for token in ids if token is not None)
 
     # the two phases
@@ -177,7 +158,7 @@ class Generation:
     def _decode(
         self, decoder: Decoder, stream: AnswerStream, visible_specials: frozenset[int]
     ) -> Iterator[GenerationEvent]:
-        model = self._model
+        model, vocabulary = self._model, self._model.vocabulary
         self.phase = "decode"
         n_max = model.n_ctx - self.n_prompt_tokens
         if self._request.max_tokens is not None:
@@ -191,15 +172,20 @@ class Generation:
                 sampled_ns = time.monotonic_ns()
                 self.n_decode_steps = decoder.n_steps
                 self.decode_seconds = time.monotonic() - started
-                for token in tokens:
+                rows = decoder.rows() if self._logprobs is not None else []
+                for place, token in enumerate(tokens):
                     self.n_completion_tokens += 1
-                    self._n_unsent_tokens += 1
-                    if model.is_end(token):
+                    if vocabulary.is_end(token):
+                        self._ledger.add(stream.n_characters)
                         reason = "stop"
                         break
-                    delta = stream.feed(model.piece(token, special=token in visible_specials))
-                    if delta.content or delta.reasoning:
-                        yield self._step(delta, sampled_ns)
+                    is_visible = self._request.special_pieces or token in visible_specials
+                    piece = vocabulary.piece(token, special=is_visible)
+                    logprob = None if self._logprobs is None else self._logprobs.read(rows[place], token)
+                    self._ledger.add(stream.n_characters, logprob, has_text=bool(piece))
+                    delta = stream.feed(piece)
+                    if delta.content or delta.reasoning or delta.tool_calls:
+                        yield self._step(delta, sampled_ns, *self._ledger.take(stream.n_passed))
                     if stream.stop_string is not None:
                         reason = "stop"
                         break
@@ -210,16 +196,30 @@ class Generation:
             self.n_decode_steps = decoder.n_steps
             self.decode_seconds = time.monotonic() - started
             self.decode_experts = meter.read()
+        yield from self._end(stream, reason, sampled_ns)
+
+    def _end(self, stream: AnswerStream, reason: str, sampled_ns: int) -> Iterator[GenerationEvent]:
         delta = stream.finish()
-        if delta.content or delta.reasoning or self._n_unsent_tokens:
-            yield self._step(delta, sampled_ns)
-        yield self._finished(reason, stream.stop_string)
+        stop = stream.stop_string
+        n_tokens, logprobs = (
+            self._ledger.take_all() if stop is None else self._ledger.take_stopped(stream.n_passed)
+        )
+        if delta.content or delta.reasoning or delta.tool_calls or n_tokens:
+            yield self._step(delta, sampled_ns, n_tokens, logprobs)
+        # a stop string of the template is the model's own way to end its turn
+        own_stop = stop if stop in self._request.stop else None
+        if reason == "stop" and own_stop is None and self._tool_calls.n_calls:
+            reason = "tool_calls"
+        yield self._finished(reason, own_stop)
 
     # events
 
-    def _step(self, delta: Delta, sampled_ns: int) -> Step:
-        n_tokens, self._n_unsent_tokens = self._n_unsent_tokens, 0
-        if delta.reasoning and not delta.content:
+    def _step(self, delta: Delta, sampled_ns: int, n_tokens: int, logprobs: list[TokenLogprob]) -> Step:
+        if delta.content or delta.tool_calls:
+            self._is_thinking = False
+        elif delta.reasoning:
+            self._is_thinking = True
+        if self._is_thinking:
             self.n_reasoning_tokens += n_tokens
         return Step(
             request_id=self._request.request_id,
@@ -227,6 +227,8 @@ class Generation:
             reasoning=delta.reasoning,
             n_tokens=n_tokens,
             sampled_ns=sampled_ns,
+            tool_calls=self._tool_calls.complete(delta.tool_calls),
+            logprobs=logprobs,
         )
 
     def _finished(self, reason: str, stop_string: str | None) -> Finished:

@@ -10,13 +10,14 @@ from typing import Any
 
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.errors import EngineStartError
+from s2moe.engine.expected_speed import Machine, Speed, expected_speed
 from s2moe.engine.loading import Loader, about, check_file
 from s2moe.engine.memory import MIB, Footprint, resident_bytes
 from s2moe.engine.memory_speed import measure_memory_speed
 from s2moe.engine.messages import Configure
 from s2moe.engine.native import Library, LibraryNotFoundError, NativeError, load_llama_cpp
 from s2moe.engine.native_log import NativeLog
-from s2moe.engine.plan import BudgetTooSmallError, Machine, MemoryPlan, Speed, expected_speed, show
+from s2moe.engine.plan import BudgetTooSmallError, MemoryPlan, show
 
 FRONT_END_BYTES = 58 * MIB
 ENGINE_BASE_BYTES = 24 * MIB
@@ -78,6 +79,7 @@ class Inspection:
         yield _row("dense weights" if layout.n_expert else "weights", show(needs.weights_bytes))
         yield _row("KV cache", f"{show(needs.kv_bytes)} for {needs.n_ctx} tokens")
         yield _row("compute", f"{show(needs.compute_bytes)} for batches of {needs.n_batch} tokens")
+        yield _row("prompt cache", f"{show(plan.prompt_cache_bytes)} for KV rows of other conversations")
         yield _row(
             "processes", f"about {show(plan.processes_bytes)}, and {show(plan.reserve_bytes)} in reserve"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from s2moe.engine.contexts import DEFAULT_N_BATCH, ContextMaker, Contexts
+from s2moe.engine.embedding import may_name_pooling
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.memory import (
     Budget,
@@ -60,6 +61,8 @@ class LoadedModel:
     """None: a dense model, or one on a GPU."""
     plan: MemoryPlan | None = None
     """None for a model on a GPU."""
+    gives_embeddings: bool = False
+    """Instead of text."""
 
     def close(self) -> None:
         self.contexts.free()
@@ -99,7 +102,10 @@ class Loader:
         handle = self._load_model(self._model_params(None), on_progress)
         try:
             contexts = self._contexts.create(handle, self._contexts.n_batch)
-            return LoadedModel(self._llama_cpp, handle, contexts, self._contexts.speculation(handle))
+            return LoadedModel(
+                *(self._llama_cpp, handle, contexts, self._contexts.speculation(handle)),
+                gives_embeddings=self._contexts.gives_embeddings(handle),
+            )
         except EngineStartError:
             self._llama_cpp.llama_model_free(handle)
             raise
@@ -108,6 +114,11 @@ class Loader:
         """What loading would take, without loading anything. Raises EngineStartError, but not for a budget
         that is too small or too large: MemoryPlan.check() and check_supply() do."""
         with self._simulated_model(experts) as handle:
+            if self._contexts.gives_embeddings(handle) != self._gives_embeddings:
+                raise EngineStartError(
+                    "model_invalid",
+                    f"{self._path} names its pooling too late in its metadata; convert it anew",
+                )
             n_ctx = self._contexts.n_ctx(handle)
             n_batch = min(self._contexts.n_batch, n_ctx)
             memory = self._simulated_memory(handle, n_batch)
@@ -133,6 +144,7 @@ class Loader:
                 slots_floor_bytes=0 if experts is None else experts.floor_bytes,
                 batches=batches,
                 supply=memory_supply(measure_footprint(self._configure.front_end_bytes).total_bytes),
+                prompt_cache_size=0 if self._gives_embeddings else self._configure.prompt_cache_bytes,
             ).with_best_batch()
 
     def open_experts(self) -> Experts | None:
@@ -178,7 +190,8 @@ class Loader:
             on_progress("context", 0.0)
             contexts = self._contexts.create(handle, plan.needs.n_batch)
             loaded = LoadedModel(
-                self._llama_cpp, handle, contexts, self._contexts.speculation(handle), experts, plan
+                *(self._llama_cpp, handle, contexts, self._contexts.speculation(handle), experts, plan),
+                gives_embeddings=self._gives_embeddings,
             )
         except EngineStartError:
             self._llama_cpp.llama_model_free(handle)
@@ -238,12 +251,21 @@ class Loader:
     @cached_property
     def _layout(self) -> ModelLayout:
         try:
-            return ModelLayout.from_json(model_layout(self._library, self._path))
+            layout = ModelLayout.from_json(model_layout(self._library, self._path))
         except NativeError as error:
             raise EngineStartError(
                 "model_invalid",
                 f"cannot load {about(self._path, error)}",
             ) from error
+        # a text uses nearly all experts of a layer at once: a cache would be of no use
+        return layout.without_experts() if self._gives_embeddings else layout
+
+    @cached_property
+    def _gives_embeddings(self) -> bool:
+        if not may_name_pooling(self._path):
+            return False
+        with self._simulated_model(None) as handle:
+            return self._contexts.gives_embeddings(handle)
 
     def _model_params(self, experts: Experts | None) -> Any:
         params = self._llama_cpp.llama_model_default_params()

@@ -1,7 +1,8 @@
 """The engine's life: handshake, load, then one request after the other until the front end leaves.
 
-Two threads. The main thread loads the model and runs requests. The reader thread receives messages, answers
-pings and throws the abort switch, so both work while the main thread is inside a long native call.
+Three threads. The main thread loads the model, runs requests and computes embeddings. The reader thread
+receives messages, answers pings and throws the abort switch, so both work while the main thread is inside a
+long native call. The query desk's thread answers what needs no decode.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from typing import Any
@@ -17,14 +17,17 @@ from typing import Any
 import msgspec
 
 from s2moe.engine import messages as wire
+from s2moe.engine.backlog import Backlog
+from s2moe.engine.channel import Channel
 from s2moe.engine.errors import EngineStartError, RequestError
 from s2moe.engine.expert_stats import ActivityMeter, cache_gauges
 from s2moe.engine.generation import Generation
 from s2moe.engine.hot_experts import ModelIdentity
 from s2moe.engine.memory import available_bytes, resident_bytes, total_bytes
-from s2moe.engine.memory_guard import SHRINK_CACHE
+from s2moe.engine.memory_guard import DROP_PROMPT_CACHE, SHRINK_CACHE
 from s2moe.engine.model import Model
 from s2moe.engine.native import LibraryNotFoundError, NativeError
+from s2moe.engine.queries import QueryDesk, full, loading, reply_to, send_reply
 from s2moe.engine.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
@@ -32,27 +35,21 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL_SECONDS = 1.0
 IDLE_STATS_INTERVAL_SECONDS = 10.0
 """While nothing happens; a warm-up is reported as often as a request."""
-RECEIVE_BYTES = 1 << 16
-CAPABILITIES = ["chat", "grammar", "prefix-reuse", "reasoning", "speculation"]
-
-
-class Channel:
-    """The engine's end of the socket. `send` may be called from any thread."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._reader = wire.FrameReader(from_engine=False)
-        self._send_lock = threading.Lock()
-
-    def send(self, message: wire.FromEngine) -> None:
-        frame = wire.encode_frame(message)
-        with self._send_lock:
-            self._socket.sendall(frame)
-
-    def receive(self) -> list[wire.ToEngine | wire.FromEngine] | None:
-        """Waits for bytes; returns the messages they complete, None at EOF."""
-        data = self._socket.recv(RECEIVE_BYTES)
-        return self._reader.feed(data) if data else None
+QUERY_END_SECONDS = 2.0
+"""How long an exit waits for the query that is being answered."""
+CAPABILITIES = [
+    "chat",
+    "grammar",
+    "json-schema",
+    "logprobs",
+    "prefix-reuse",
+    "queries",
+    "raw-prompt",
+    "reasoning",
+    "speculation",
+    "tools",
+]
+_Work = wire.Configure | wire.Generate | wire.Embed | wire.Shutdown
 
 
 class Engine:
@@ -62,12 +59,16 @@ class Engine:
         self._channel = channel
         self._llama_build = llama_build
         self._version = version
-        self._inbox: queue.SimpleQueue[wire.Configure | wire.Generate | wire.Shutdown] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        self._backlog = Backlog()
         self._lock = threading.Lock()
         # guarded by _lock
         self._model: Model | None = None
         self._running: Generation | None = None
         self._running_id: str | None = None
+        self._is_embedding = False
+        self._is_stopping = False
+        self._queries: QueryDesk | None = None
         self._queued_ids: set[str] = set()
         self._aborted_ids: set[str] = set()
         # written by the main thread only
@@ -102,17 +103,33 @@ class Engine:
                 with self._lock:
                     self._queued_ids.add(message.request_id)
                 self._inbox.put(message)
+            case wire.Tokenize() | wire.Detokenize() | wire.ApplyTemplate() | wire.Embed():
+                self._take_query(message)
             case wire.Configure() | wire.Shutdown():
                 self._inbox.put(message)
                 if isinstance(message, wire.Shutdown):
-                    self._abort(self._running_id)
+                    self._stop()
             case _:
                 raise wire.ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _take_query(self, query: wire.Query) -> None:
+        with self._lock:
+            desk = self._queries
+        if desk is None:
+            self._channel.send(loading(query))
+        elif not isinstance(query, wire.Embed):
+            desk.submit(query)
+        elif self._backlog.enter(query):
+            self._inbox.put(query)
+        else:
+            self._channel.send(full(query))
 
     def _pong(self, nonce: int) -> wire.Pong:
         with self._lock:
             if self._model is None:
                 state = "loading"
+            elif self._is_embedding:
+                state = "prefill"
             elif self._running is None:
                 state = "idle"
             else:
@@ -124,14 +141,18 @@ class Engine:
                 step_age_seconds=0.0 if state == "idle" else time.monotonic() - self._last_step,
             )
 
-    def _abort(self, request_id: str | None) -> None:
+    def _abort(self, request_id: str) -> None:
         with self._lock:
-            if request_id is None:
-                return
             if request_id == self._running_id and self._model is not None:
                 self._model.abort.request()
             elif request_id in self._queued_ids:
                 self._aborted_ids.add(request_id)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            if self._model is not None and (self._is_embedding or self._running is not None):
+                self._model.abort.request()
 
     # the main thread
 
@@ -153,15 +174,25 @@ class Engine:
         model = self._load(configure)
         if model is None:
             return 1
-        while isinstance(message := self._next_message(model), wire.Generate):
-            self._generate(model, message)
+        while isinstance(message := self._next_message(model), wire.Generate | wire.Embed):
+            if self._is_stopping:
+                break
+            if isinstance(message, wire.Embed):
+                self._embed(model, message)
+            else:
+                self._generate(model, message)
             self._keep(model)
-        if self._warm_start is not None:
-            self._warm_start.close()
-        model.close()
+        self._close(model)
         return 0
 
-    def _next_message(self, model: Model) -> wire.Configure | wire.Generate | wire.Shutdown:
+    def _close(self, model: Model) -> None:
+        if self._warm_start is not None:
+            self._warm_start.close()
+        if self._queries is not None and not self._queries.close(QUERY_END_SECONDS):
+            os._exit(0)  # a thread is inside the model, which cannot be freed then
+        model.close()
+
+    def _next_message(self, model: Model) -> _Work:
         """Waits for it; meanwhile reports what goes on in the background."""
         while True:
             try:
@@ -169,7 +200,7 @@ class Engine:
             except queue.Empty:
                 stats = self._background_stats(model)
                 now = time.monotonic()
-                news = stats.experts is not None or stats.memory_pressure_events
+                news = stats.experts is not None or stats.memory_pressure_events or stats.prompt_cache_events
                 if news or now >= self._idle_stats_due:
                     self._idle_stats_due = now + IDLE_STATS_INTERVAL_SECONDS
                     self._channel.send(stats)
@@ -209,6 +240,7 @@ class Engine:
             return None
         with self._lock:
             self._model = model
+            self._queries = QueryDesk(model, self._backlog, self._channel.send)
         if model.experts is not None:
             self._expert_reader = model.experts.reader()
         plan = None if model.plan is None else model.plan.to_wire(self._expert_reader)
@@ -219,6 +251,25 @@ class Engine:
             self._warm_start.begin()
         return model
 
+    def _embed(self, model: Model, query: wire.Embed) -> None:
+        def answer(query: wire.Embed) -> wire.Embedded:
+            vectors, n_tokens = model.embed(query.texts, query.token_lists)
+            return wire.Embedded(query_id=query.query_id, vectors=vectors, n_tokens=n_tokens)
+
+        with self._lock:
+            self._is_embedding = True
+            self._last_step = time.monotonic()
+            model.abort.clear()
+            if self._is_stopping:
+                model.abort.request()
+        try:
+            reply = reply_to(query, answer)
+        finally:
+            with self._lock:
+                self._is_embedding = False
+            self._backlog.leave(query)
+        send_reply(self._channel.send, reply)
+
     def _generate(self, model: Model, request: wire.Generate) -> None:
         generation = Generation(model, request)
         with self._lock:
@@ -226,7 +277,7 @@ class Engine:
             self._running, self._running_id = generation, request.request_id
             self._last_step = time.monotonic()
             model.abort.clear()
-            if request.request_id in self._aborted_ids:
+            if self._is_stopping or request.request_id in self._aborted_ids:
                 model.abort.request()
         self._sent = wire.EngineStats()
         self._stats_due = time.monotonic() + STATS_INTERVAL_SECONDS
@@ -314,16 +365,22 @@ class Engine:
             memory_available_bytes=available_bytes(),
             memory_total_bytes=total_bytes(),
             memory_pressure_events=pressure,
+            prompt_cache_entries=model.prompt_cache.n_entries,
+            prompt_cache_bytes=model.prompt_cache.n_bytes,
+            prompt_cache_events=model.prompt_cache.take_events(),
         )
 
     def _relieve_memory(self, model: Model) -> dict[str, int]:
         """Keeps the budget; returns what had to be done for it, as EngineStats counts it."""
         if model.guard is None:
             return {}
-        before = model.guard.n_shrinks
+        n_drops, n_shrinks = model.guard.n_drops, model.guard.n_shrinks
         model.guard.check()
-        n_shrinks = model.guard.n_shrinks - before
-        return {SHRINK_CACHE: n_shrinks} if n_shrinks else {}
+        done = {
+            DROP_PROMPT_CACHE: model.guard.n_drops - n_drops,
+            SHRINK_CACHE: model.guard.n_shrinks - n_shrinks,
+        }
+        return {action: count for action, count in done.items() if count}
 
 
 def _prepare_warm_start(model: Model, configure: wire.Configure) -> WarmStart | None:

@@ -1,4 +1,5 @@
-"""Keeps what front end and engine use within the budget while they serve, at the cost of slots."""
+"""Keeps what front end and engine use within the budget while they serve, at the cost of kept conversations
+and of slots."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from s2moe.engine.plan import show
 logger = logging.getLogger(__name__)
 
 SHRINK_CACHE = "shrink_cache"
+DROP_PROMPT_CACHE = "drop_prompt_cache"
 """What is done about memory pressure, as metrics name it."""
 MARGIN_BYTES = 4 * MIB
 """So near to the budget use may come: it grows on until the next check."""
@@ -28,24 +30,42 @@ class ShrinkableExperts(Protocol):
     def shrink(self, capacity_bytes: int) -> int: ...
 
 
+class Droppable(Protocol):
+    """What can be done without; `prompt_cache.PromptCache` is one."""
+
+    def drop(self, n_bytes: int) -> int:
+        """Frees n_bytes, or all that there is. Returns how many became free."""
+        ...
+
+
 class MemoryGuard:
-    """Compares use with the budget at each `check`, and shrinks the cache before it is exceeded."""
+    """Compares use with the budget at each `check`. Before it is exceeded, what can be done without is
+    dropped, and if that is not enough the cache shrinks."""
 
     def __init__(
-        self, experts: ShrinkableExperts, budget_bytes: int, measure_bytes: Callable[[], int]
+        self,
+        experts: ShrinkableExperts,
+        budget_bytes: int,
+        measure_bytes: Callable[[], int],
+        droppable: Droppable | None = None,
     ) -> None:
         """`measure_bytes` returns the resident set of both processes."""
         self._experts = experts
         self._budget_bytes = budget_bytes
         self._measure_bytes = measure_bytes
+        self._droppable = droppable
         self._at_floor = False
         self.n_shrinks = 0
         """Times that slots were given back."""
+        self.n_drops = 0
+        """Times that something else was."""
 
     def check(self) -> None:
         """Not during a decode."""
         used_bytes = self._measure_bytes()
-        excess_bytes = used_bytes - (self._budget_bytes - MARGIN_BYTES)
+        if self._excess_of(used_bytes) > 0 and self._drop(self._excess_of(used_bytes)):
+            used_bytes = self._measure_bytes()
+        excess_bytes = self._excess_of(used_bytes)
         if excess_bytes <= 0:
             self._at_floor = False
             return
@@ -69,3 +89,18 @@ class MemoryGuard:
                 "below %s; raise --memory-budget",
                 *(show(n_bytes) for n_bytes in (used_bytes, self._budget_bytes, capacity_bytes)),
             )
+
+    def _excess_of(self, used_bytes: int) -> int:
+        return used_bytes - (self._budget_bytes - MARGIN_BYTES)
+
+    def _drop(self, excess_bytes: int) -> bool:
+        """Returns whether anything was dropped."""
+        freed_bytes = 0 if self._droppable is None else self._droppable.drop(excess_bytes + STEP_BYTES)
+        if freed_bytes <= 0:
+            return False
+        self.n_drops += 1
+        logger.warning(
+            "front end and engine come close to the budget of %s, so %s of the prompt cache are dropped",
+            *(show(self._budget_bytes), show(freed_bytes)),
+        )
+        return True

@@ -103,7 +103,8 @@ class Configure(Message, frozen=True, tag=True):
     """`cache`, or for comparison `static`: the most used experts stay, the others never do."""
     prompt_cache_bytes: int = -1
     """Host memory for the KV rows of other conversations, part of the budget; 0 = none, -1 = a tenth of what
-    the plan has left beyond the experts' floor, at most 1 GiB."""
+    the plan has left beyond the experts' floor, at most 1 GiB, and nothing that the experts of one token
+    need, or all of them where they fit."""
     prompt_cache_dir: str | None = None
     """Where these rows are kept between runs; None = nowhere."""
 
@@ -264,6 +265,8 @@ class ModelInfo(Message, frozen=True, tag=True):
     n_embd: int = 0
     gives_embeddings: bool = False
     """Whether Embed works; such a model answers no Generate."""
+    default_sampling: Sampling = Sampling()
+    """What requests get that do not say otherwise; its None are not known, or random for the seed."""
 
 
 class Plan(Message, frozen=True, tag=True):
@@ -358,7 +361,8 @@ class Step(Message, frozen=True, tag=True):
     content: str = ""
     reasoning: str = ""
     n_tokens: int = 1
-    """Tokens generated since the last Step, including held-back ones."""
+    """Tokens since the last Step. Those that a stop string may still take back count once that is decided, so
+    that a Step may have text of tokens that were counted before, and none of its own."""
     sampled_ns: int = 0
     """CLOCK_MONOTONIC at which the native call that gave the last of these tokens returned."""
     tool_calls: list[ToolCallDelta] = []
@@ -587,7 +591,7 @@ class MemoryPool(Message, frozen=True, tag=True):
     """Memory for one purpose: gauges."""
 
     pool: str
-    """`weights`, `kv`, `compute`, `expert_cache`, `processes` or `reserve`."""
+    """`weights`, `kv`, `compute`, `expert_cache`, `prompt_cache`, `processes` or `reserve`."""
     budget_bytes: int = 0
     """As planned at start."""
     used_bytes: int = 0
@@ -629,7 +633,9 @@ class EngineStats(Message, frozen=True, tag=True):
     prompt_cache_bytes: int = 0
     """gauge: what they take"""
     prompt_cache_events: dict[str, int] = {}
-    """Increments: `saved`, `restored`, `evicted`, `loaded` (from disk), `failed` (disk)."""
+    """Increments: `saved`, `restored`, `evicted`, `loaded` (from disk), `failed` (disk); and prompts at which
+    part of the KV cache was dropped, `prefix_changed`, or all of it for want of a way to cut it,
+    `not_cuttable`."""
 
 
 Query = Tokenize | Detokenize | ApplyTemplate | Embed

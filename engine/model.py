@@ -8,13 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from s2moe.engine.cache_directory import cache_directory
 from s2moe.engine.contexts import meta_value
 from s2moe.engine.cpu import default_thread_count, processor_name
+from s2moe.engine.default_sampling import default_sampling
+from s2moe.engine.embedding import Embedder
 from s2moe.engine.errors import EngineStartError, RequestAbortedError, RequestError
+from s2moe.engine.evaluated_tokens import EvaluatedTokens, token_array
 from s2moe.engine.expert_trace import ExpertTraceFile
 from s2moe.engine.fault_log import FaultLog
 from s2moe.engine.hot_experts import ModelIdentity
@@ -34,7 +38,11 @@ from s2moe.engine.native import (
 from s2moe.engine.native_experts import model_layout
 from s2moe.engine.native_log import NativeLog
 from s2moe.engine.native_speculation import Speculator
+from s2moe.engine.prompt_cache import NOT_CUTTABLE, PREFIX_CHANGED, PromptCache
+from s2moe.engine.prompt_cache_setup import create_prompt_cache
+from s2moe.engine.sequence_state import SequenceState
 from s2moe.engine.speculation_state import Circumstances, SpeculationState
+from s2moe.engine.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -83,19 +91,19 @@ class Model:
         self.speculation = self._loaded.speculation
         """What requests may ask for."""
         self.vocab = self.llama_cpp.llama_model_get_vocab(self.handle)
+        self.vocabulary = Vocabulary(self.llama_cpp, self.handle)
         self.memory = self.llama_cpp.llama_get_memory(self.context)
         self.abort = AbortSwitch(self.library, self.context, self._loaded.contexts.draft)
-        self.chat_template = self._create_template(configure)
+        self._embedder = self._create_embedder()
+        self._chat_template = None if self._embedder is not None else self._create_template(configure)
         self.n_ctx: int = self.llama_cpp.llama_n_ctx(self.context)
         self.n_batch: int = self.llama_cpp.llama_n_ubatch(self.context)
         self.kv_tokens: list[int] = []
         self._n_exact = 0
         """Leading tokens whose keys and values gating had no part in."""
-        self._pieces: dict[int, bytes] = {}
-        self._special_pieces: dict[int, bytes] = {}
-        self._ends: dict[int, bool] = {}
-        self._longest_piece_bytes = self._find_longest_piece()
         self._faults = FaultLog(configure.model_path)
+        self._sequence = SequenceState(self.llama_cpp, self.handle, self.context)
+        self.prompt_cache = self._create_prompt_cache(configure)
         self.guard = self._create_guard()
         self._trace = self._create_trace(configure)
         on_progress("warmup", 0.0)
@@ -142,7 +150,27 @@ class Model:
         if self.experts is None or self.plan is None:
             return None
         return MemoryGuard(
-            self.experts, self.plan.budget.n_bytes, lambda: self.measure_footprint().total_bytes
+            self.experts,
+            self.plan.budget.n_bytes,
+            lambda: self.measure_footprint().total_bytes,
+            self.prompt_cache,
+        )
+
+    def _create_embedder(self) -> Embedder | None:
+        if not self._loaded.gives_embeddings:
+            return None
+        return Embedder(self.llama_cpp, self.handle, self.context, self.vocabulary)
+
+    def _create_prompt_cache(self, configure: Configure) -> PromptCache:
+        if self._embedder is not None:
+            return PromptCache(self._sequence, 0)
+        params = self.llama_cpp.llama_context_default_params()
+        return create_prompt_cache(
+            *(configure, self._sequence, self.plan),
+            layout=lambda: model_layout(self.library, configure.model_path),
+            llama_build=self.library.build_info()["source"],
+            kv_types=f"{params.type_k} {params.type_v}",
+            meta=partial(meta_value, self.llama_cpp, self.handle),
         )
 
     def _create_trace(self, configure: Configure) -> ExpertTraceFile | None:
@@ -213,9 +241,12 @@ class Model:
 
     def _warm_up(self) -> None:
         """One token through the graph, so that the first request does not pay for page faults and buffers."""
-        token: int = self.llama_cpp.llama_vocab_bos(self.vocab)
+        token = max(0, self.llama_cpp.llama_vocab_bos(self.vocab))
         try:
-            self.decode([max(token, 0)])
+            if self._embedder is not None:
+                self._embedder.embed([], [[token]])
+                return
+            self.decode([token])
         except (RequestError, RequestAbortedError) as error:
             raise EngineStartError("warmup_failed", f"the first decode failed: {error}") from error
         self.forget()
@@ -230,81 +261,44 @@ class Model:
             quantization=buffer.value.decode(errors="replace").rpartition(" ")[2],
             size_bytes=self.llama_cpp.llama_model_size(self.handle),
             n_params=self.llama_cpp.llama_model_n_params(self.handle),
-            n_ctx=self.n_ctx,
+            n_ctx=self.n_ctx if self._embedder is None else self._embedder.n_max_tokens,
             n_ctx_train=self.llama_cpp.llama_model_n_ctx_train(self.handle),
             n_layer=moe.n_layer,
-            n_vocab=self.llama_cpp.llama_vocab_n_tokens(self.vocab),
+            n_vocab=self.vocabulary.n_tokens,
             n_expert=moe.n_expert,
             n_expert_used=moe.n_expert_used,
             n_moe_layer=moe.n_moe_layer,
             n_threads=self.n_threads,
             device=configure.device,
             system_fingerprint=f"b{self.library.build_info()['source']}",
-            longest_piece_bytes=self._longest_piece_bytes,
+            longest_piece_bytes=self.vocabulary.longest_piece_bytes,
             speculation_method=self.speculation.method,
             speculation_preset=self.speculation.preset,
             speculation_limit=self.speculation.limit,
+            chat_template="" if self._chat_template is None else self._chat_template.source(),
+            bos_token=self.vocabulary.bos_text,
+            eos_token=self.vocabulary.eos_text,
+            n_embd=self.llama_cpp.llama_model_n_embd_out(self.handle),
+            gives_embeddings=self._embedder is not None,
+            default_sampling=default_sampling(partial(meta_value, self.llama_cpp, self.handle)),
         )
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises RequestError for a model that generates nothing."""
+        self._check_generates()
+        assert self._chat_template is not None
+        return self._chat_template
 
     # vocabulary
 
-    def min_token_count(self, n_bytes: int) -> int:
-        """How many tokens a text of n_bytes has at least.
-
-        Tokenising takes seconds for megabytes and cannot be aborted: the hopeless must be seen without it.
-        """
-        return n_bytes // self._longest_piece_bytes if self._longest_piece_bytes else 0
-
-    def _find_longest_piece(self) -> int:
-        """In bytes. Asks for lengths only: the answer to no buffer at all is what it must hold."""
-        length, vocab = self.llama_cpp.llama_token_to_piece, self.vocab
-        n_vocab: int = self.llama_cpp.llama_vocab_n_tokens(vocab)
-        return max((abs(length(vocab, token, None, 0, 0, True)) for token in range(n_vocab)), default=0)
-
-    def control_token(self, text: str) -> int | None:
-        """The token that `text` as a whole stands for, None when it is none."""
-        tokens = self._tokens_of(text.encode(), add_special=False)
-        return tokens[0] if len(tokens) == 1 else None
-
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a templated prompt: special tokens are parsed, BOS is added unless the text has it."""
-        ids = self._tokens_of(text.encode(), add_special=True)
-        bos = self.llama_cpp.llama_vocab_bos(self.vocab)
-        if len(ids) > 1 and ids[0] == ids[1] == bos:
-            del ids[0]  # the template wrote one and the tokenizer added one
-        return ids
-
-    def _tokens_of(self, data: bytes, *, add_special: bool) -> list[int]:
-        n_max = len(data) + 2
-        tokens = (ctypes.c_int32 * n_max)()
-        count = self.llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, n_max, add_special, True)
-        if count < 0:
-            raise RequestError("invalid_value", "the prompt cannot be tokenised", param="messages")
-        return list(tokens[:count])
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes that a token stands for; control tokens are empty unless `special`."""
-        cache = self._special_pieces if special else self._pieces
-        known = cache.get(token)
-        if known is None:
-            known = cache[token] = self._read_piece(token, special=special)
-        return known
-
-    def _read_piece(self, token: int, *, special: bool) -> bytes:
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            length = self.llama_cpp.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
-            if length >= 0:
-                return buffer.raw[:length]
-            size = -length
+        """Tokens of a prompt: special tokens are parsed, BOS is added unless the text has it."""
+        return self.vocabulary.tokenize_prompt(text)
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the model's turn."""
-        known = self._ends.get(token)
-        if known is None:
-            known = self._ends[token] = bool(self.llama_cpp.llama_vocab_is_eog(self.vocab, token))
-        return known
+        return self.vocabulary.is_end(token)
 
     # KV cache
 
@@ -313,29 +307,39 @@ class Model:
         had a part in, since the answer must be the model's own.
 
         Returns the number of kept tokens, at most len(prompt) − 1: the last token must be evaluated again,
-        for its logits.
+        for its logits. Raises RequestError for a model that generates nothing.
         """
-        n = 0
-        for ours, theirs in zip(self.kv_tokens, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            n += 1
-        if exact:
-            n = min(n, self._n_exact)
-        removed = n > 0 and self.llama_cpp.llama_memory_seq_rm(self.memory, 0, n, -1)
+        self._check_generates()
+        held = EvaluatedTokens(token_array(self.kv_tokens), self._n_exact)
+        exchanged = self.prompt_cache.exchange(held, prompt, exact=exact)
+        if exchanged is not None:
+            held = exchanged
+            self.kv_tokens[:] = held.tokens
+            self._n_exact = held.n_exact
+        n = held.usable(token_array(prompt[:-1]), exact=exact, can_be_cut=True)
+        if n == len(held):
+            return n
         # recurrent states cannot be cut, and a sliding window may have lost the start of what is kept
-        if not removed or self.llama_cpp.llama_memory_seq_pos_min(self.memory, 0) > 0:
+        if n == 0 or not self._sequence.cut(n):
+            self.prompt_cache.count_lost(NOT_CUTTABLE if n else PREFIX_CHANGED)
             self.forget()
             return 0
+        self.prompt_cache.count_lost(PREFIX_CHANGED)
         del self.kv_tokens[n:]
         self._n_exact = min(self._n_exact, n)
         return n
 
     def forget(self) -> None:
-        """Empties the KV cache. Its bytes stay: clearing them would cost each conversation milliseconds."""
-        self.llama_cpp.llama_memory_clear(self.memory, False)
+        """Empties the KV cache."""
+        self._sequence.clear()
         self.kv_tokens.clear()
         self._n_exact = 0
+
+    def _check_generates(self) -> None:
+        if self._embedder is not None:
+            raise RequestError(
+                "unsupported", "this model gives embeddings and generates no text; ask /v1/embeddings"
+            )
 
     def decode(self, tokens: list[int]) -> None:
         """Evaluates up to n_batch tokens behind the KV cache; the logits of the last are then ready.
@@ -390,6 +394,15 @@ class Model:
         if self._trace is not None:
             self._trace.add(begin_ns, len(tokens))
 
+    def embed(self, texts: list[str], token_lists: list[list[int]]) -> tuple[list[list[float]], list[int]]:
+        """Vectors of length 1 of texts and then of lists of tokens, and how many tokens each has.
+
+        Raises RequestError and RequestAbortedError.
+        """
+        if self._embedder is None:
+            raise RequestError("unsupported", "this model gives no embeddings; serve an embedding model")
+        return self._embedder.embed(texts, token_lists)
+
     def keep_learnt(self) -> None:
         """Writes down now and then what speculation learnt. Not during a decode."""
         if self._learnt is not None and self.speculator is not None:
@@ -403,6 +416,7 @@ class Model:
         used = {"weights": needs.weights_bytes, "kv": needs.kv_bytes, "compute": needs.compute_bytes}
         if self.experts is not None:
             used["expert_cache"] = self.experts.stats().touched_bytes
+        used["prompt_cache"] = self.prompt_cache.n_bytes
         used["processes"] = max(0, self.measure_footprint().total_bytes - sum(used.values()))
         return [
             MemoryPool(pool=pool, budget_bytes=budget_bytes, used_bytes=used.get(pool, 0))
@@ -410,7 +424,11 @@ class Model:
         ]
 
     def close(self) -> None:
-        self.chat_template.close()
+        self.prompt_cache.close(EvaluatedTokens(token_array(self.kv_tokens), self._n_exact))
+        if self._embedder is not None:
+            self._embedder.close()
+        if self._chat_template is not None:
+            self._chat_template.close()
         if self._trace is not None:
             self._trace.close()
         if self.speculator is not None:

@@ -14,18 +14,19 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_bool, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from s2moe.engine.messages import ToolCallDelta
 from s2moe.engine.stream.answer import Delta
 
 if TYPE_CHECKING:
     import numpy as np
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libs2moe.so"
 
 
@@ -148,9 +149,14 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "s2moe_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32, POINTER(c_int32)]),
     "s2moe_sampler_accept_prompt": (c_int32, [c_void_p, POINTER(c_int32), c_int32]),
     "s2moe_sampler_seed": (c_uint32, [c_void_p]),
+    "s2moe_logprobs": (
+        c_int32,
+        [c_void_p, c_int32, c_int32, POINTER(c_float), c_int32, POINTER(c_int32), POINTER(c_float)],
+    ),
     "s2moe_chat_create": (c_void_p, [c_void_p, c_char_p]),
     "s2moe_chat_free": (None, [c_void_p]),
     "s2moe_chat_apply": (c_int32, [c_void_p, c_char_p, POINTER(c_void_p)]),
+    "s2moe_chat_source": (c_int32, [c_void_p, POINTER(c_void_p)]),
     "s2moe_answer_create": (c_void_p, [c_char_p]),
     "s2moe_answer_free": (None, [c_void_p]),
     "s2moe_answer_feed": (c_int32, [c_void_p, c_char_p, c_size_t, c_bool, POINTER(c_void_p)]),
@@ -237,6 +243,18 @@ class Library:
 
     def decode(self, context: Any, tokens: list[int], position: int, *, all_logits: bool = False) -> None:
         self.check(self._lib.s2moe_decode(context, token_array(tokens), len(tokens), position, all_logits))
+
+    def logprobs(
+        self, context: Any, index: int, token: int, n_top: int
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """Log probability of `token` at `index` of the last decode, and the `n_top` likeliest tokens with
+        theirs, best first."""
+        logprob = c_float()
+        tokens, logprobs = (c_int32 * n_top)(), (c_float * n_top)()
+        self.check(
+            self._lib.s2moe_logprobs(context, index, token, byref(logprob), n_top, tokens, logprobs)
+        )
+        return logprob.value, list(zip(tokens, logprobs, strict=True))
 
 
 class _Handle:
@@ -327,6 +345,12 @@ class ChatTemplate(_Handle):
         self._library.check(self._lib.s2moe_chat_apply(self.handle, request_json, byref(result)))
         return self._library.take_string(result)
 
+    def source(self) -> str:
+        """Jinja source of the template in use."""
+        result = c_void_p()
+        self._library.check(self._lib.s2moe_chat_source(self.handle, byref(result)))
+        return self._library.take_string(result).decode(errors="replace")
+
 
 class NativeAnswerParser(_Handle):
     """s2moe_answer: an AnswerParser."""
@@ -342,4 +366,5 @@ class NativeAnswerParser(_Handle):
         status = self._lib.s2moe_answer_feed(self.handle, data, len(data), final, byref(result))
         self._library.check(status)
         delta = json.loads(self._library.take_string(result))
-        return Delta(delta["content"], delta["reasoning"])
+        calls = [ToolCallDelta(**call) for call in delta["tool_calls"]]
+        return Delta(delta["content"], delta["reasoning"], calls)

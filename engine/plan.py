@@ -23,9 +23,10 @@ START_VARIATION_BYTES = 4 * MIB
 """By so much the processes of two starts may differ. Advice has it on top, so that it can be followed, and
 what is measured after the load may exceed what was planned by it, at the cost of the reserve."""
 
-ROUTING_SKEW = 2.5
-MEMORY_SHARES = (0.4, 0.9)
-"""See expected_speed()."""
+AUTO_PROMPT_CACHE = -1
+"""As the size of the prompt cache: see MemoryPlan.prompt_cache_bytes."""
+MAX_AUTO_PROMPT_CACHE_BYTES = 1024 * MIB
+AUTO_PROMPT_CACHE_DIVISOR = 10
 
 
 class BudgetTooSmallError(Exception):
@@ -92,6 +93,17 @@ class ModelLayout:
             files=tuple(file["path"] for file in layout["files"]),
         )
 
+    def without_experts(self) -> ModelLayout:
+        """As a dense model of the same size: for one whose experts are weights like others."""
+        return replace(
+            self,
+            n_expert=0,
+            n_expert_used=0,
+            dense_bytes=self.dense_bytes + self.expert_bytes,
+            expert_bytes=0,
+            classes=(),
+        )
+
     @property
     def n_moe_layer(self) -> int:
         return sum(each.n_layers for each in self.classes)
@@ -142,15 +154,6 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a short measurement found."""
-
-    drive_bytes_per_second: float
-    memory_bytes_per_second: float
-    """Read by as many threads as will compute."""
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """How a budget is divided."""
 
@@ -163,6 +166,8 @@ class MemoryPlan:
     operator chose one."""
     supply: Supply | None = None
     """None: not known."""
+    prompt_cache_size: int = 0
+    """Bytes for KV rows of other conversations as asked for, or AUTO_PROMPT_CACHE."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -175,12 +180,36 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Everything but slots and the reserve."""
+        """Everything but slots, the reserve and a prompt cache that takes what there is."""
         return self._fixed_bytes(self.needs.compute_bytes)
+
+    @property
+    def prompt_cache_bytes(self) -> int:
+        """What was asked for; else a tenth of what is left beyond the floor, at most 1 GiB, but nothing that
+        the experts of one token need, or all of them where they fit."""
+        if self.prompt_cache_size != AUTO_PROMPT_CACHE:
+            return self.prompt_cache_size
+        left_bytes = self._left_without_auto_bytes
+        all_bytes = self.layout.all_slots_bytes
+        needed_bytes = next(
+            (n for n in (all_bytes, min(self.layout.cycle_bytes, all_bytes)) if n <= left_bytes), left_bytes
+        )
+        spare_bytes = max(0, left_bytes - max(needed_bytes, self.slots_floor_bytes))
+        return min(
+            MAX_AUTO_PROMPT_CACHE_BYTES,
+            max(0, left_bytes - self.slots_floor_bytes) // AUTO_PROMPT_CACHE_DIVISOR,
+            spare_bytes - _round_up(spare_bytes, RESERVE_DIVISOR),  # page tables of its own
+        )
 
     @property
     def left_bytes(self) -> int:
         """For slots; negative when not even the rest fits."""
+        if self.prompt_cache_size == AUTO_PROMPT_CACHE:
+            return self._left_without_auto_bytes - self.prompt_cache_bytes
+        return self._left_without_auto_bytes
+
+    @property
+    def _left_without_auto_bytes(self) -> int:
         return self.budget.n_bytes - self.fixed_bytes - self.reserve_bytes
 
     @property
@@ -216,7 +245,14 @@ class MemoryPlan:
         return tuple(self.batches.values()) or (self.needs.compute_bytes,)
 
     def _fixed_bytes(self, compute_bytes: int) -> int:
-        return self.processes_bytes + self.needs.weights_bytes + self.needs.kv_bytes + compute_bytes
+        asked_bytes = max(0, self.prompt_cache_size)
+        return (
+            self.processes_bytes
+            + self.needs.weights_bytes
+            + self.needs.kv_bytes
+            + compute_bytes
+            + asked_bytes
+        )
 
     def _budget_for(self, slots_bytes: int, compute_bytes: int) -> int:
         """The least budget that leaves as much to the slots."""
@@ -233,8 +269,8 @@ class MemoryPlan:
     @property
     def must_fit(self) -> bool:
         """Weights of a dense model are mapped from the file: too many of them are slow, but work, unless the
-        operator wants a budget kept."""
-        return self.layout.n_expert > 0 or self.budget.explicit
+        operator wants a budget kept or memory set aside."""
+        return self.layout.n_expert > 0 or self.budget.explicit or self.prompt_cache_size > 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -278,6 +314,7 @@ class MemoryPlan:
             "kv": self.needs.kv_bytes,
             "compute": self.needs.compute_bytes,
             "expert_cache": self.capacity_bytes,
+            "prompt_cache": self.prompt_cache_bytes,
             "reserve": self.reserve_bytes,
         }
 
@@ -331,6 +368,7 @@ class MemoryPlan:
             (needs.weights_bytes, "dense weights" if self.layout.n_expert else "weights"),
             (needs.kv_bytes, needs.kv_text),
             (needs.compute_bytes, f"compute buffers for {needs.n_batch} tokens"),
+            (max(0, self.prompt_cache_size), "prompt cache"),
             (self.slots_floor_bytes, "experts of one layer"),
             (self.floor_bytes - self.fixed_bytes - self.slots_floor_bytes, "reserve"),
         ]
@@ -341,6 +379,8 @@ class MemoryPlan:
             remedies = [f"give --memory-budget {show_flag(self.floor_bytes)} or more"]
         else:
             remedies = ["free memory or raise the limit"]
+        if self.prompt_cache_size > 0:
+            remedies.append("a smaller --prompt-cache-size")
         if self.needs.n_kv_caches > 1:
             remedies.append("a --speculation that drafts on the shared context")
         if self.needs.n_ctx > 512:
@@ -375,10 +415,11 @@ class MemoryPlan:
             f"memory budget {show(self.budget.n_bytes)} ({self.budget.source}): "
             f"processes {show(self.processes_bytes)}, weights {show(needs.weights_bytes)}, "
             f"KV {show(needs.kv_bytes)} ({needs.n_ctx} tokens), compute {show(needs.compute_bytes)} "
-            f"(batches of {needs.n_batch}), reserve {show(self.reserve_bytes)}"
+            f"(batches of {needs.n_batch}), prompt cache {show(self.prompt_cache_bytes)}, "
+            f"reserve {show(self.reserve_bytes)}"
         ]
         if not layout.n_expert:
-            return [*lines, "a dense model: it has no experts, so all of it stays in memory"]
+            return [*lines, "a model that has no experts to read on demand: all of it stays in memory"]
         share = f"{100 * self.resident_share:.0f} %" if not self.all_resident else "all"
         lines.append(
             f"expert cache {show(self.capacity_bytes)}: {self.n_slots} of {layout.n_experts_total} experts "
@@ -423,45 +464,6 @@ class MemoryPlan:
             "below_cliff": self.below_cliff,
             "warnings": self.warnings(),
         }
-
-
-@dataclass(frozen=True)
-class Speed:
-    """An estimate of decode speed in tokens per second, and the hit rates that it assumes."""
-
-    low: float
-    high: float
-    low_hit_rate: float
-    high_hit_rate: float
-
-
-def expected_speed(plan: MemoryPlan, machine: Machine) -> Speed:
-    """Bounds between which decoding one token at a time should lie; speculation and prompts are not in it.
-
-        seconds = (dense bytes + bytes of one token's experts) / memory bandwidth
-                  + (1 − hit rate) · bytes of one token's experts / drive bandwidth
-
-    The low bound takes hit rate = s, the share of experts that fit, as if the router used all equally
-    often; no overlap of reading and computing; and kernels that use 40 % of the measured memory bandwidth.
-    The high bound takes hit rate = 1 − (1 − s)^2.5, which fits an LRU replayed on the routing of chat text
-    (25 % of the experts: 56 %, 41 %: 74 %, 64 %: 91 %); reading and computing at the same time, so that the
-    longer of the two counts; and 90 % of the memory bandwidth.
-    """
-    layout = plan.layout
-    share = plan.resident_share
-    hit_rates = (share, 1 - (1 - share) ** ROUTING_SKEW)
-    token_bytes = plan.needs.weights_bytes + layout.cycle_bytes
-    compute_seconds = [token_bytes / (part * machine.memory_bytes_per_second) for part in MEMORY_SHARES]
-    read_seconds = [
-        (1 - hit_rate) * layout.cycle_bytes / machine.drive_bytes_per_second if layout.cycle_bytes else 0.0
-        for hit_rate in hit_rates
-    ]
-    return Speed(
-        low=1 / (compute_seconds[0] + read_seconds[0]),
-        high=1 / max(compute_seconds[1], read_seconds[1]),
-        low_hit_rate=hit_rates[0],
-        high_hit_rate=hit_rates[1],
-    )
 
 
 def show(n_bytes: int, *, up: bool = False) -> str:

@@ -9,6 +9,8 @@ When a request is taken in:
                                   wants an answer more than an error
     the queue is full             429 queue_full
 
+and when it has waited for longer than --queue-timeout: 429 queue_timeout.
+
 A waiting request is in no way tied to the engine process, so it survives a restart.
 """
 
@@ -18,11 +20,12 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from s2moe.server.engine_client import EngineClient, EngineState
-from s2moe.server.errors import QueueFullError, UnavailableError, unavailable
+from s2moe.server.errors import QueueFullError, QueueTimeoutError, UnavailableError, unavailable
 from s2moe.server.metrics import Metrics
 
 _FIRST_SERVICE_GUESS_SECONDS = 5.0
@@ -38,10 +41,14 @@ class Admission:
     is freed goes straight to the oldest waiter, so a newcomer never overtakes.
     """
 
-    def __init__(self, client: EngineClient, metrics: Metrics, *, capacity: int) -> None:
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, *, capacity: int, timeout_seconds: float = 0
+    ) -> None:
+        """`timeout_seconds`: that a request may wait for a ready engine; 0 = any time."""
         self._client = client
         self._metrics = metrics
         self._capacity = capacity
+        self._timeout_seconds = timeout_seconds
         self._held = False
         self._held_is_running = False
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -78,10 +85,11 @@ class Admission:
         is given up. Cancelling the wait leaves the queue at once.
         """
         self.check()
-        await self._acquire()
+        patience = self._patience()
+        await self._in_time(self._acquire(), patience)
         self._cutters.add(cut)
         try:
-            await self._client.wait_ready()
+            await self._in_time(self._client.wait_ready(), patience)
             if self.draining:
                 raise _draining()
             self._held_is_running = True
@@ -119,6 +127,19 @@ class Admission:
     async def idle(self) -> None:
         """Returns when nothing runs or waits."""
         await self._idle.wait()
+
+    def _patience(self) -> float | None:
+        """When a wait that begins now has taken too long, on the event loop's clock."""
+        if not self._timeout_seconds:
+            return None
+        return asyncio.get_running_loop().time() + self._timeout_seconds
+
+    async def _in_time(self, wait: Coroutine[Any, Any, None], patience: float | None) -> None:
+        try:
+            async with asyncio.timeout_at(patience):
+                await wait
+        except TimeoutError:
+            raise QueueTimeoutError(self._timeout_seconds, self.retry_after_seconds()) from None
 
     async def _acquire(self) -> None:
         if not self._held:

@@ -147,7 +147,13 @@ class Answering:
 
     def _start(self, request: Request, job: Job, *, stream: bool) -> Generation:
         recorder = self._recorder(request, job.api, stream=stream)
-        return Generation(self.client, self._admission, recorder, job.requests)
+        return Generation(
+            self.client,
+            self._admission,
+            recorder,
+            job.requests,
+            timeout_seconds=self.settings.request_timeout,
+        )
 
     def _recorder(self, request: Request, api: str, *, stream: bool) -> RequestRecorder:
         recorder = RequestRecorder(self._metrics, model=self.alias, api=api, stream=stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,14 +14,46 @@ from starlette.middleware.cors import CORSMiddleware
 
 from s2moe.server.admission import Admission
 from s2moe.server.answering import Answering
-from s2moe.server.api import chat, health, metrics, models
+from s2moe.server.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    page,
+    props,
+    responses,
+    tokenize,
+)
 from s2moe.server.api import version as version_api
+from s2moe.server.asking import Asking
 from s2moe.server.engine_client import EngineClient, EngineError
-from s2moe.server.errors import ApiError, error_response
+from s2moe.server.error_dialects import error_response
+from s2moe.server.errors import ApiError
 from s2moe.server.metrics import Metrics
 from s2moe.server.middleware import ApiKey, BodyReading, RequestContext
+from s2moe.server.openapi import add_body_schemas
 from s2moe.server.schema.chat import ChatRequest
+from s2moe.server.schema.completions import CompletionRequest
+from s2moe.server.schema.embeddings import EmbeddingsRequest
+from s2moe.server.schema.messages import CountTokensRequest, MessagesRequest
+from s2moe.server.schema.responses import ResponsesRequest
+from s2moe.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from s2moe.server.settings import Settings
+
+BODY_MODELS: Final = (
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+"""Of all routes: `openapi.request_body` refers to them."""
 
 
 def create_app(settings: Settings, client: EngineClient, registry: Metrics, admission: Admission) -> FastAPI:
@@ -33,12 +65,31 @@ def create_app(settings: Settings, client: EngineClient, registry: Metrics, admi
         redoc_url=None,
         redirect_slashes=False,
     )
+    answering = Answering(settings, client, registry, admission)
+    # apart, since vectors take long and tokens do not
+    asking, asking_for_vectors = (
+        Asking(
+            client,
+            registry,
+            admission,
+            capacity=settings.queue_size,
+            timeout_seconds=settings.request_timeout,
+        )
+        for _ in range(2)
+    )
     for routes in (
-        chat.router(Answering(settings, client, registry, admission)),
+        chat.router(answering),
+        completions.router(answering, asking),
+        responses.router(answering, asking),
+        messages.router(answering, asking),
+        embeddings.router(answering, asking_for_vectors, registry),
+        tokenize.router(answering, asking),
+        props.router(settings, client),
         models.router(client, alias=settings.model_alias),
         health.router(client, admission),
         metrics.router(client, registry),
         version_api.router(client),
+        *([page.router()] if settings.page else []),
     ):
         for route in routes.routes:
             if isinstance(route, APIRoute):
@@ -47,12 +98,12 @@ def create_app(settings: Settings, client: EngineClient, registry: Metrics, admi
     for kind in (ApiError, EngineError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
     _add_middleware(app, settings, client, registry)
-    _add_body_schemas(app)
+    add_body_schemas(app, BODY_MODELS)
     return app
 
 
-async def _on_error(_: Request, error: Exception) -> JSONResponse:
-    return error_response(error)
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    return error_response(error, request.scope["path"])
 
 
 def _add_middleware(app: FastAPI, settings: Settings, client: EngineClient, registry: Metrics) -> None:
@@ -67,21 +118,6 @@ def _add_middleware(app: FastAPI, settings: Settings, client: EngineClient, regi
             allow_methods=["GET", "POST"],
             # Whatever is asked for: SDKs send a changing set of X-Stainless-* headers.
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestContext, metrics=registry)
-
-
-def _add_body_schemas(app: FastAPI) -> None:
-    """Puts the bodies that handlers read by themselves (`api.body`) into the OpenAPI document."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schema = ChatRequest.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas |= schema.pop("$defs", {})
-        schemas["ChatRequest"] = schema
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Final
 
-from s2moe.server.settings import parse_budget_bytes
+from s2moe.server.settings import parse_budget_bytes, parse_cache_bytes
 
 MOST_TOKENS: Final = 10_000_000
 
@@ -19,8 +20,16 @@ def not_negative(text: str) -> int:
 
 
 def budget(text: str) -> object:
+    return _size(text, parse_budget_bytes)
+
+
+def cache_size(text: str) -> object:
+    return _size(text, parse_cache_bytes)
+
+
+def _size(text: str, parse: Callable[[object], object]) -> object:
     try:
-        return parse_budget_bytes(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 

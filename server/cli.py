@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 from pydantic.fields import FieldInfo
 
 from s2moe.server import quality_command
-from s2moe.server.argument_types import budget, not_negative, positive
+from s2moe.server.argument_types import budget, cache_size, not_negative, positive
 from s2moe.server.settings import (
     AUTO_BUDGET,
+    AUTO_PROMPT_CACHE,
     CONFIG_ENV,
     Settings,
     SettingsError,
@@ -116,7 +117,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     words = tuple(each for choice in choices for each in getattr(choice, "__args__", (choice,)))
     if words and all(isinstance(each, str) for each in words if each is not type(None)):
         return "|".join(each for each in words if each is not type(None))
-    if name in ("max_body_size", "memory_budget"):
+    if name in ("max_body_size", "memory_budget", "prompt_cache_size"):
         return "SIZE"
     if bool in choices:
         return "true|false"
@@ -136,7 +137,7 @@ def _default_text(name: str, field: FieldInfo) -> str:
         return ""
     if field.annotation is bool:
         return f", default {'on' if field.default else 'off'}"
-    if name == "memory_budget":
+    if name in ("memory_budget", "prompt_cache_size"):
         return ", default auto"
     if name == "max_body_size":
         return f", default {field.default // 2**20}MiB"
@@ -162,6 +163,13 @@ def _add_inspect(commands: Any) -> None:
         default=0,
         metavar="N",
         help="prompt tokens evaluated at once; 0 = 512, or fewer where memory is short (default)",
+    )
+    inspect.add_argument(
+        "--prompt-cache-size",
+        type=cache_size,
+        default=AUTO_PROMPT_CACHE,
+        metavar="SIZE",
+        help="memory for conversations that wait, in bytes or as 256MiB; 0 = none (default: auto, as serve)",
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
@@ -282,6 +290,7 @@ def _inspect(arguments: dict[str, Any]) -> int:
         n_ctx=arguments["ctx"],
         n_batch=arguments["batch_size"],
         memory_budget_bytes=arguments["memory_budget"],
+        prompt_cache_bytes=arguments["prompt_cache_size"],
     )
     try:
         inspection = inspect_model(configure)
@@ -304,6 +313,7 @@ def _profile(arguments: dict[str, Any]) -> int:
         n_batch=0,
         memory_budget_bytes=arguments["memory_budget"],
         keep_expert_counts=False,
+        prompt_cache_bytes=0,
     )
     out = arguments["out"] or Path(f"{model.stem}.hot-experts.json")
     try:

@@ -16,6 +16,7 @@ from s2moe.engine.messages import (
     Generate,
     GenerationEvent,
     ModelInfo,
+    Plan,
     Query,
     QueryFailed,
     QueryReply,
@@ -107,6 +108,11 @@ class EngineClient(Protocol):
     @property
     def model(self) -> ModelInfo | None:
         """The loaded model; stays known while the engine restarts; None before the first Ready."""
+        ...
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the memory budget was divided at the last start; None also where nothing was planned."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""One tree of API errors, and the one place where an exception becomes an HTTP answer.
+"""One tree of API errors, and the one place where an exception becomes what an HTTP answer says.
 
 Each error has a status, an OpenAI error type and a string code.
 """
@@ -11,10 +11,15 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
-from s2moe.engine.messages import Failed
-from s2moe.server.engine_client import EngineDiedError, EngineError, EngineState, EngineUnavailableError
+from s2moe.engine.messages import Failed, QueryFailed
+from s2moe.server.engine_client import (
+    EngineDiedError,
+    EngineError,
+    EngineState,
+    EngineUnavailableError,
+    QueryError,
+)
 
 CLIENT_GONE_STATUS = 499
 
@@ -107,6 +112,45 @@ class QueueFullError(ApiError):
         )
 
 
+class QueueTimeoutError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_timeout"
+
+    def __init__(self, waited_seconds: float, retry_after_seconds: int) -> None:
+        super().__init__(
+            f"The engine was not free within {waited_seconds:g} s (--queue-timeout); "
+            f"try again in about {retry_after_seconds} s.",
+            headers={"Retry-After": str(retry_after_seconds)},
+        )
+
+
+class AnswerTimeoutError(ApiError):
+    """The answer was not complete in time. To try again would take the engine as long once more."""
+
+    status = 504
+    type = "server_error"
+    code = "timeout"
+
+    def __init__(self, limit_seconds: float) -> None:
+        super().__init__(
+            f"The answer was not complete within {limit_seconds:g} s (--request-timeout); "
+            "ask for fewer tokens or send a shorter prompt.",
+            headers={"x-should-retry": "false"},
+        )
+
+
+class EngineFullError(ApiError):
+    """Too much waits in the engine itself, which is more than the server lets wait by default."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"Retry-After": "1"})
+
+
 class UnavailableError(ApiError):
     """The server cannot take the request now. Codes: loading, draining, engine_restarting, engine_dead."""
 
@@ -168,11 +212,6 @@ def to_reply(error: BaseException) -> ErrorReply:
     return ErrorReply(api_error.status, body, api_error.headers)
 
 
-def error_response(error: BaseException) -> JSONResponse:
-    reply = to_reply(error)
-    return JSONResponse(reply.body, reply.status, reply.headers)
-
-
 def to_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
@@ -181,6 +220,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return ServerError(error.message, code="engine_died", generation_began=error.generation_began)
         case EngineUnavailableError():
             return unavailable(error.state, error.message)
+        case QueryError():
+            return from_failed(error.reply, generation_began=False)
         case EngineError():
             return ServerError(error.message, code="engine_error")
         case RequestValidationError():
@@ -217,12 +258,16 @@ _FAILED_CLASSES: dict[str, type[ApiError]] = {
 }
 
 
-def from_failed(event: Failed, *, generation_began: bool) -> ApiError:
+def from_failed(event: Failed | QueryFailed, *, generation_began: bool) -> ApiError:
     """What the engine said of one request. A code unknown to this side is the client's fault (400)."""
     kind = _FAILED_CLASSES.get(event.code, InvalidRequestError)
     if kind is ServerError:
         code = "internal_error" if event.code == "internal" else event.code
         return ServerError(event.message, code=code, generation_began=generation_began)
+    if event.code == "loading":
+        return unavailable(EngineState.LOADING, "")
+    if event.code == "queue_full":
+        return EngineFullError(event.message)
     extra: dict[str, Any] = {}
     message = event.message
     if event.code == "context_length_exceeded":
@@ -248,13 +293,16 @@ def _from_http(error: HTTPException) -> ApiError:
     return mapped
 
 
+_VALIDATION_CODES = {"missing": "missing_required_parameter", "invalid_schema": "invalid_schema"}
+
+
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The answer to pydantic's list of errors: the first one, named by its field."""
     first = errors[0]
     location = [part for part in first["loc"] if part != "body"]
     param = format_param(location) or None
     message = str(first["msg"]).removeprefix("Value error, ")
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    code = _VALIDATION_CODES.get(first["type"], "invalid_value")
     where = f"Invalid value for `{param}`: " if param else "Invalid request: "
     if first["type"] == "missing":
         where, message = "", f"The field `{param}` is required."

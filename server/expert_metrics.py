@@ -25,9 +25,9 @@ LOAD_TRIGGERS = ("demand", "prefetch", "warmup")
 EVICTION_POLICIES = ("decayed_frequency",)
 PREFETCH_OUTCOMES = ("used", "late", "wasted")
 TIERS = ("pageable",)
-MEMORY_POOLS = ("weights", "kv", "compute", "expert_cache", "processes", "reserve")
+MEMORY_POOLS = ("weights", "kv", "compute", "expert_cache", "prompt_cache", "processes", "reserve")
 MEMORY_DEVICES = ("host",)
-PRESSURE_ACTIONS = ("shrink_cache",)
+PRESSURE_ACTIONS = ("drop_prompt_cache", "shrink_cache")
 
 _DISK = LOAD_SOURCES[0]
 _HOST = MEMORY_DEVICES[0]

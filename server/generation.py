@@ -16,7 +16,14 @@ from collections.abc import Callable, Sequence
 from s2moe.engine.messages import Failed, Finished, Generate, GenerationEvent, Step
 from s2moe.server.admission import Admission
 from s2moe.server.engine_client import EngineClient, EngineUnavailableError
-from s2moe.server.errors import ApiError, ServerError, UnavailableError, from_failed, to_api_error
+from s2moe.server.errors import (
+    AnswerTimeoutError,
+    ApiError,
+    ServerError,
+    UnavailableError,
+    from_failed,
+    to_api_error,
+)
 from s2moe.server.recorder import RequestRecorder
 
 _ENGINE_TRIES = 3
@@ -37,10 +44,14 @@ class Generation:
         admission: Admission,
         recorder: RequestRecorder,
         requests: Sequence[Generate],
+        *,
+        timeout_seconds: float = 0,
     ) -> None:
+        """`timeout_seconds`: that all requests together may hold the engine; 0 = any time."""
         self._client = client
         self._admission = admission
         self._requests = tuple(requests)
+        self._timeout_seconds = timeout_seconds
         self.recorder = recorder
         self._events: deque[GenerationEvent | ApiError] = deque()
         self._arrival: asyncio.Future[None] | None = None
@@ -72,8 +83,8 @@ class Generation:
         self._direct = direct
 
     def cancel(self, cause: str) -> None:
-        """Stops the request wherever it is: disconnect or shutdown. Returns at once; the engine's slot is
-        freed when the engine is idle again."""
+        """Stops the request wherever it is: disconnect, shutdown or timeout. Returns at once; the engine's
+        slot is freed when the engine is idle again."""
         if self._cancel_cause is None and not self._task.done():
             self._cancel_cause = cause
             self._cancelled_at = time.monotonic()
@@ -93,14 +104,29 @@ class Generation:
             )
             self.cancel("shutdown")
 
+    def _time_out(self) -> None:
+        if self._cancel_cause is None and not self._task.done():
+            self._deliver(AnswerTimeoutError(self._timeout_seconds))
+            self.cancel("timeout")
+
     async def _run(self) -> None:
         async with self._admission.slot(self.cut):
             self.recorder.admitted()
-            for index, request in enumerate(self._requests):
-                self.recorder.begin_choice(is_last=index == len(self._requests) - 1)
-                await self._try_to_generate(request)
+            timer = (
+                self._loop.call_later(self._timeout_seconds, self._time_out)
+                if self._timeout_seconds
+                else None
+            )
+            try:
+                for index, request in enumerate(self._requests):
+                    self.recorder.begin_choice(is_last=index == len(self._requests) - 1)
+                    await self._try_to_generate(request)
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     async def _try_to_generate(self, request: Generate) -> None:
+        self._last = None
         for _ in range(_ENGINE_TRIES - 1):
             try:
                 return await self._generate(request)
@@ -112,7 +138,6 @@ class Generation:
         return await self._generate(request)
 
     async def _generate(self, request: Generate) -> None:
-        self._last = None
         await self._client.run(request, self._on_event)
         if isinstance(self._last, Failed):
             raise from_failed(self._last, generation_began=self.recorder.generation_began)

@@ -27,29 +27,33 @@ from prometheus_client import (
 from s2moe.engine.messages import EngineStats, Finished, ModelInfo
 from s2moe.server.engine_client import EngineState
 from s2moe.server.expert_metrics import ExpertMetrics
+from s2moe.server.prompt_cache_metrics import PromptCacheMetrics
 from s2moe.server.speculation_metrics import SpeculationMetrics
 
 NAMESPACE = "s2moe"
-APIS = ("chat",)
-FINISHES = ("stop", "length", "cancelled", "error")
+APIS = ("chat", "completions", "responses", "messages", "embeddings")
+FINISHES = ("stop", "length", "tool_calls", "cancelled", "error")
 FAILURE_REASONS = (
     "invalid_request",
     "context_length",
+    "bad_schema",
     "template",
     "oom",
     "engine_died",
     "unavailable",
     "model_file",
     "numeric",
+    "timeout",
     "internal",
 )
-REJECTION_REASONS = ("queue_full", "loading", "draining", "engine_restarting", "engine_dead")
+REJECTION_REASONS = ("queue_full", "queue_timeout", "loading", "draining", "engine_restarting", "engine_dead")
 CANCELLATION_PHASES = ("queued", "prefill", "decode")
-CANCELLATION_CAUSES = ("disconnect", "shutdown")
+CANCELLATION_CAUSES = ("disconnect", "shutdown", "timeout")
 RESTART_REASONS = ("crash", "oom", "hang", "manual")
 START_PHASES = ("spawn", "load")
 DIRECTIONS = ("to_engine", "from_engine")
-TOKEN_KINDS = ("content", "reasoning")
+TOKEN_KINDS = ("content", "reasoning", "tool")
+TOOL_CALL_OUTCOMES = ("ok", "failed")
 CACHE_RESULTS = ("hit", "partial", "miss")
 
 _HTTP_SECONDS = (0.005, 0.025, 0.1, 0.5, 2.5, 10, 60, 300)
@@ -82,6 +86,7 @@ class Metrics:
         self._build_requests(queue_capacity)
         self._build_engine()
         self._experts = ExpertMetrics(NAMESPACE, self.registry)
+        self._prompt_cache = PromptCacheMetrics(NAMESPACE, self.registry)
         self._speculation = SpeculationMetrics(NAMESPACE, self.registry, model=model)
 
     def _build_server(self) -> None:
@@ -150,6 +155,12 @@ class Metrics:
         )
         self.generated_tokens = self._counter("generated_tokens_total", "Tokens generated", "model", "kind")
         _touch(self.generated_tokens, model, TOKEN_KINDS)
+        self.tool_calls = self._counter(
+            "tool_call_parse_total",
+            "Tool calls of answers; failed = the arguments are no JSON, as where the answer was cut",
+            "outcome",
+        )
+        _touch(self.tool_calls, TOOL_CALL_OUTCOMES)
         self.request_prompt_tokens = self._model_histogram(
             "request_prompt_tokens", "Prompt tokens per request", _TOKEN_COUNTS
         )
@@ -230,6 +241,7 @@ class Metrics:
             self._kv_tokens.set(0)
             self._engine_rss.set(0)
             self._experts.on_engine_gone()
+            self._prompt_cache.on_engine_gone()
             self._speculation.on_engine_gone()
 
     def on_stats(self, stats: EngineStats) -> None:
@@ -243,6 +255,7 @@ class Metrics:
         self._kv_capacity.set(stats.kv_cache_capacity_tokens)
         self._engine_rss.set(stats.rss_bytes)
         self._experts.on_stats(stats)
+        self._prompt_cache.on_stats(stats)
 
     def on_finished(self, event: Finished) -> None:
         if event.timings.speculation is not None:

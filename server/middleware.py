@@ -17,15 +17,17 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from s2moe.server.api.page import PAGE_PATHS, PAGE_ROUTES
 from s2moe.server.body_gate import LEAST_ALLOWANCE_BYTES, UNGATED_BYTES, BodyGate, BodyLimit
 from s2moe.server.engine_client import EngineClient
-from s2moe.server.errors import CLIENT_GONE_STATUS, AuthenticationError, BodyTimeoutError, error_response
+from s2moe.server.error_dialects import error_response
+from s2moe.server.errors import CLIENT_GONE_STATUS, AuthenticationError, BodyTimeoutError
 from s2moe.server.logs import choose_request_id, request_id_var
 from s2moe.server.metrics import Metrics
 from s2moe.server.recorder import RequestRecorder
 
-OPEN_PATHS = frozenset({"/health"})
-_QUIET_ROUTES = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/v1/health"}) | PAGE_PATHS
+_QUIET_ROUTES = frozenset({"/health", "/v1/health", "/metrics", *PAGE_ROUTES})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _access_log = logging.getLogger("s2moe.server.access")
 _log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class RequestContext:
                 # Too late for an answer; the server closes the connection and logs the error.
                 raise
             _log.exception("unhandled error")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             code = status if complete else CLIENT_GONE_STATUS
             self._account(scope, code, time.monotonic() - began)
@@ -108,7 +110,7 @@ class ApiKey:
                     if given
                     else "Send an API key in the header `Authorization: Bearer`."
                 )
-                await error_response(AuthenticationError(message))(scope, receive, send)
+                await error_response(AuthenticationError(message), scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -145,7 +147,8 @@ class BodyReading:
         text = headers.get("content-length", "")
         declared = int(text) if text.isdigit() else limit_bytes if "transfer-encoding" in headers else 0
         if declared > limit_bytes:
-            await error_response(self._limit.refusal(self._client.model))(scope, receive, send)
+            refusal = self._limit.refusal(self._client.model)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         body = _Body(self, receive, declared, limit_bytes)
         try:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from s2moe.engine.messages import Finished, GenerationEvent, Started, Step
 from s2moe.server.errors import ApiError
 from s2moe.server.metrics import REJECTION_REASONS, Metrics
+from s2moe.server.stream.tool_calls import ToolCalls
 
 _FAILURE_REASONS = {
     "context_length_exceeded": "context_length",
+    "invalid_schema": "bad_schema",
+    "invalid_grammar": "bad_schema",
     "template_error": "template",
     "insufficient_memory": "oom",
     "engine_died": "engine_died",
@@ -30,6 +35,7 @@ class RequestRecorder:
         self._labels = (model, api, "true" if stream else "false")
         self._content_tokens = metrics.generated_tokens.labels(model, "content")
         self._reasoning_tokens = metrics.generated_tokens.labels(model, "reasoning")
+        self._tool_tokens = metrics.generated_tokens.labels(model, "tool")
         self._arrived = time.monotonic()
         self._decode_began = 0.0
         self._last_step = 0.0
@@ -38,6 +44,8 @@ class RequestRecorder:
         self._sampled_ns = 0
         self._n_content_tokens = 0
         self._n_reasoning_tokens = 0
+        self._n_tool_tokens = 0
+        self._calls = ToolCalls()
         self.phase = "queued"
         self.n_prompt_tokens = 0
         self.finish: str | None = None
@@ -46,7 +54,7 @@ class RequestRecorder:
 
     @property
     def n_generated_tokens(self) -> int:
-        return self._n_content_tokens + self._n_reasoning_tokens
+        return self._n_content_tokens + self._n_reasoning_tokens + self._n_tool_tokens
 
     @property
     def generation_began(self) -> bool:
@@ -91,7 +99,11 @@ class RequestRecorder:
             return
         self._metrics.cancellations.labels(self.phase, cause).inc()
         self._metrics.cancellation_duration.observe(seconds)
-        self._end("cancelled")
+        if cause == "timeout":
+            self._metrics.request_failures.labels("timeout").inc()
+            self._end("error")
+        else:
+            self._end("cancelled")
 
     def _on_started(self, event: Started) -> None:
         self.n_prompt_tokens = event.n_prompt_tokens
@@ -116,12 +128,21 @@ class RequestRecorder:
             self._last_step = now
         self._sampled_ns = event.sampled_ns
         self._step_tokens += n_tokens
-        if event.content or not event.reasoning:
+        if event.tool_calls:
+            self._calls.add(event.tool_calls)
+            self._n_tool_tokens += n_tokens
+            self._tool_tokens.inc(n_tokens)
+        elif event.content or not event.reasoning:
             self._n_content_tokens += n_tokens
             self._content_tokens.inc(n_tokens)
         else:
             self._n_reasoning_tokens += n_tokens
             self._reasoning_tokens.inc(n_tokens)
+
+    def _count_calls(self) -> None:
+        for arguments in self._calls.arguments:
+            self._metrics.tool_calls.labels("ok" if _is_json(arguments) else "failed").inc()
+        self._calls = ToolCalls()
 
     def _observe_step(self) -> None:
         """Shares the time of a step among its tokens, which may have come in several events. Those of the
@@ -133,6 +154,7 @@ class RequestRecorder:
         self._step_tokens = 0
 
     def _on_finished(self, event: Finished) -> None:
+        self._count_calls()
         # Tokens that released no text (end of turn, a removed stop string) were in no step.
         rest = event.n_completion_tokens - (self.n_generated_tokens - self._n_counted_tokens)
         if rest > 0:
@@ -150,3 +172,11 @@ class RequestRecorder:
         self.finish = finish
         self._observe_step()
         self._metrics.requests.labels(*self._labels, finish).inc()
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True

@@ -32,6 +32,8 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 
 _ENGINE_STOP_SECONDS = 5.0
+_ENGINE_SAVE_SECONDS = 20.0
+"""The same where conversations are kept: half of it passes before the engine is urged."""
 _ANSWER_FLUSH_SECONDS = 3
 _CUT_SECONDS = 2.0
 _log = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ def to_configure(settings: Settings, model: Path) -> Configure:
         expert_policy=settings.expert_policy,
         keep_expert_counts=settings.keep_expert_counts,
         expert_trace_path=_text_of(settings.expert_trace),
+        prompt_cache_bytes=settings.prompt_cache_size,
+        prompt_cache_dir=_text_of(settings.prompt_cache_dir),
         speculation=to_speculation(settings),
     )
 
@@ -145,7 +149,9 @@ def run(settings: Settings, listener: socket.socket, configure: Configure) -> in
 async def _serve(settings: Settings, listener: socket.socket, configure: Configure) -> int:
     registry = Metrics(model=settings.model_alias, queue_capacity=settings.queue_size)
     supervisor = EngineSupervisor(configure, registry)
-    admission = Admission(supervisor, registry, capacity=settings.queue_size)
+    admission = Admission(
+        supervisor, registry, capacity=settings.queue_size, timeout_seconds=settings.queue_timeout
+    )
     app = create_app(settings, supervisor, registry, admission)
     if settings.read_api_key() is None and not _is_loopback(settings.host):
         _log.warning(
@@ -176,7 +182,8 @@ async def _serve(settings: Settings, listener: socket.socket, configure: Configu
         await _either(signals.second.wait(), shut_down_requests(admission, patience))
         await _either(signals.second.wait(), _stop(server, serving))
         server.force_exit = server.should_exit = True
-        await supervisor.stop(0.0 if signals.second.is_set() else _ENGINE_STOP_SECONDS)
+        stop_seconds = _ENGINE_STOP_SECONDS if settings.prompt_cache_dir is None else _ENGINE_SAVE_SECONDS
+        await supervisor.stop(0.0 if signals.second.is_set() else stop_seconds)
         return EXIT_FAILURE if failed else EXIT_OK
     finally:
         signals.close()

@@ -28,6 +28,7 @@ ENV_PREFIX = "S2MOE_"
 CONFIG_ENV = f"{ENV_PREFIX}CONFIG"
 DEMO_ALIAS = "demo"
 AUTO_BUDGET = 0
+AUTO_PROMPT_CACHE = -1
 MAX_SIZE_BYTES = 2**50
 """More than any machine has, and less than the wire's integers hold."""
 
@@ -70,8 +71,18 @@ def parse_budget_bytes(value: object) -> object:
     return n_bytes
 
 
+def parse_cache_bytes(value: object) -> object:
+    """As parse_size_bytes(); `auto` becomes AUTO_PROMPT_CACHE. Raises ValueError."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return AUTO_PROMPT_CACHE
+    if value == AUTO_PROMPT_CACHE:
+        raise ValueError("not a size; write bytes or a number with a unit, such as 256MiB, or auto")
+    return parse_size_bytes(value)
+
+
 SizeBytes = Annotated[int, BeforeValidator(parse_size_bytes)]
 BudgetBytes = Annotated[int, BeforeValidator(parse_budget_bytes)]
+CacheBytes = Annotated[int, BeforeValidator(parse_cache_bytes)]
 
 
 class Settings(BaseSettings):
@@ -113,6 +124,19 @@ class Settings(BaseSettings):
         le=MAX_SIZE_BYTES,
         description="memory for everything, in bytes or as 1500MiB; experts that do not fit are read from "
         "the model file; auto = what the machine or container has, less a reserve",
+    )
+    prompt_cache_size: CacheBytes = Field(
+        AUTO_PROMPT_CACHE,
+        ge=AUTO_PROMPT_CACHE,
+        le=MAX_SIZE_BYTES,
+        description="memory, out of the budget, in which other conversations wait to be taken up again "
+        "without reading their prompts anew, in bytes or as 256MiB; 0 = none; auto = a tenth of what the "
+        "experts can spare, at most 1GiB",
+    )
+    prompt_cache_dir: Path | None = Field(
+        None,
+        description="directory in which these conversations are kept between runs, in as many bytes again; "
+        "it holds what was said (default: they are not kept)",
     )
     io: Literal["auto", "direct", "buffered"] = Field(
         "auto",
@@ -200,6 +224,21 @@ class Settings(BaseSettings):
     queue_size: int = Field(
         16, ge=0, le=10_000, description="requests that may wait behind the running one; more get 429"
     )
+    queue_timeout: float = Field(
+        0.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="seconds that a request may wait for the engine before it gets 429; 0 = any time",
+    )
+    request_timeout: float = Field(
+        0.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="seconds that an answer may take once it was begun, all its choices together; longer "
+        "ones are cut with an error, 504 where nothing was sent yet; 0 = any time",
+    )
     strict_model: bool = Field(
         False, description="answer 404 to a request that names another model, instead of serving it"
     )
@@ -210,6 +249,7 @@ class Settings(BaseSettings):
         description="largest request body, in bytes or as 8MiB, less where the context is smaller; more gets "
         "413",
     )
+    page: bool = Field(True, description="serve the chat page at /")
     api_key: SecretStr | None = Field(
         None,
         description="key that clients must send; on the command line every local user can read it, "

@@ -28,6 +28,8 @@ from s2moe.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Configure,
+    Detokenized,
+    Embedded,
     EngineStats,
     Failed,
     Fatal,
@@ -43,14 +45,18 @@ from s2moe.engine.messages import (
     Pong,
     PrefillProgress,
     ProtocolError,
+    Query,
+    QueryFailed,
+    QueryReply,
     Ready,
+    Rendered,
     Shutdown,
     Started,
     Step,
     ToEngine,
+    Tokenized,
 )
 from s2moe.server.engine_client import (
-    EngineDiedError,
     EngineError,
     EngineObserver,
     EngineState,
@@ -60,7 +66,9 @@ from s2moe.server.engine_client import (
 from s2moe.server.engine_exit import EngineExit, OomKillCounter
 from s2moe.server.engine_process import EngineProcess
 from s2moe.server.own_memory import own_resident_bytes
+from s2moe.server.pending_queries import PendingQueries
 from s2moe.server.restart_policy import RestartLimits, RestartPolicy
+from s2moe.server.running_request import RunningRequest
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +78,7 @@ _OOM_HINT_TICKS: Final = 10
 _REAP_GRACE_SECONDS: Final = 1.0
 _PROGRESS_LOG_SECONDS: Final = 2.0
 _GENERATION_EVENTS: Final = (Step, PrefillProgress, Started, Finished, Failed)
+_QUERY_REPLIES: Final = (Tokenized, Detokenized, Rendered, Embedded, QueryFailed)
 
 
 @dataclass(frozen=True)
@@ -83,21 +92,6 @@ class SupervisionTimes:
     """From the start of the process to Hello; imports on a slow board take their time."""
     abort_timeout_seconds: float = 10.0
     """From Abort to the end of that request; then the engine is hung."""
-
-
-class _Generation:
-    """The request that the engine runs, and who takes its events."""
-
-    def __init__(self, request_id: str, sink: EventSink) -> None:
-        self.request_id = request_id
-        self.sink = sink
-        self.began = False
-        """A Step was seen."""
-        self.aborting = False
-        """Nobody wants the events any more."""
-        self.error: EngineDiedError | None = None
-        self.ended = asyncio.Event()
-        """The engine has nothing more to do for it: Finished or Failed arrived, or the process is gone."""
 
 
 class _Run:
@@ -149,9 +143,11 @@ class EngineSupervisor:
         self._state_detail = "not started yet"
         self._state_changed = asyncio.Event()
         self._model: ModelInfo | None = None
+        self._plan: Plan | None = None
         self._last_pong_at: float | None = None
         self._run: _Run | None = None
-        self._generation: _Generation | None = None
+        self._generation: RunningRequest | None = None
+        self._queries = PendingQueries()
         self._main_task: asyncio.Task[None] | None = None
         self._helpers: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
@@ -169,6 +165,10 @@ class EngineSupervisor:
     @property
     def model(self) -> ModelInfo | None:
         return self._model
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._plan
 
     @property
     def heartbeat_age_seconds(self) -> float:
@@ -202,6 +202,17 @@ class EngineSupervisor:
                 # Shielded: a second cancellation interrupts this wait but not the abort, and the next
                 # run() waits for its end.
                 await asyncio.shield(self._start_helper(self._abort(generation)))
+
+    async def ask(self, query: Query) -> QueryReply:
+        """See EngineClient.
+
+        Raises RuntimeError when a query with the same id is under way, EngineError when this one is too long
+        for the wire.
+        """
+        self._raise_if_unavailable(EngineState.READY, EngineState.BUSY)
+        with self._queries.expect(query.query_id) as reply:
+            self._send_or_refuse(query, "query")
+            return await reply
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +265,7 @@ class EngineSupervisor:
             if self._run is not None:
                 self._run.process.kill()
                 await self._run.process.reap(None)
-            self._fail_generation("The engine supervisor failed.")
+            self._fail_requests("The engine supervisor failed.")
             self._give_up(f"internal error of the engine supervisor: {error!r}")
 
     async def _stopped_within(self, seconds: float) -> bool:
@@ -285,7 +296,7 @@ class EngineSupervisor:
             heartbeat.cancel()
         lost_at = time.monotonic()
         self._set_restarting("the engine process is gone")
-        self._fail_generation(_client_message(process, stopping=self._stopping.is_set()))
+        self._fail_requests(_client_message(process, stopping=self._stopping.is_set()))
         returncode = await process.reap(None if self._stopping.is_set() else _REAP_GRACE_SECONDS)
         await asyncio.gather(heartbeat, return_exceptions=True)
         self._run = None
@@ -375,6 +386,8 @@ class EngineSupervisor:
             generation.began = True
         elif isinstance(message, _GENERATION_EVENTS):
             self._on_generation_event(message)
+        elif isinstance(message, _QUERY_REPLIES):
+            self._queries.on_reply(message)
         elif isinstance(message, Pong):
             self._on_pong(run, message)
         elif isinstance(message, EngineStats):
@@ -417,6 +430,7 @@ class EngineSupervisor:
         else:
             run.ready_at = time.monotonic()
             self._model = message.model
+            self._plan = message.plan
             self._observer.on_start_phase("load", run.ready_at - run.hello_at)
             _log_plan(message.plan, run.plan)
             self._set_state(EngineState.READY, "ready")
@@ -455,26 +469,27 @@ class EngineSupervisor:
         if self._run is not None and (n_bytes := self._run.process.send(message)):
             self._observer.on_message("to_engine", n_bytes)
 
+    def _send_or_refuse(self, message: Generate | Query, what: str) -> None:
+        try:
+            self._send(message)
+        except ProtocolError as error:
+            raise EngineError(f"The {what} is too long for the engine: {error}.") from error
+
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
-    async def _begin(self, request: Generate, sink: EventSink) -> _Generation:
+    async def _begin(self, request: Generate, sink: EventSink) -> RunningRequest:
         while (running := self._generation) is not None:
             if not running.aborting:
                 raise RuntimeError(f"request {running.request_id} is still running; one at a time")
             await running.ended.wait()
-        self._raise_if_never_ready()
-        if self._state is not EngineState.READY:
-            raise EngineUnavailableError(f"The engine is not ready: {self._state_detail}.", self._state)
+        self._raise_if_unavailable(EngineState.READY)
         # No await from the check of READY to the end: nothing may come in between.
-        try:
-            self._send(request)
-        except ProtocolError as error:
-            raise EngineError(f"The request is too long for the engine: {error}.") from error
-        generation = self._generation = _Generation(request.request_id, sink)
+        self._send_or_refuse(request, "request")
+        generation = self._generation = RunningRequest(request.request_id, sink)
         self._set_state(EngineState.BUSY, f"answering request {request.request_id}")
         return generation
 
-    async def _abort(self, generation: _Generation) -> None:
+    async def _abort(self, generation: RunningRequest) -> None:
         """Returns when the engine has let go of the request, one way or the other."""
         self._send(Abort(request_id=generation.request_id))
         timeout_seconds = self._times.abort_timeout_seconds
@@ -487,11 +502,11 @@ class EngineSupervisor:
                 self._run.process.condemn("hang", message)
             await generation.ended.wait()
 
-    def _fail_generation(self, message: str) -> None:
+    def _fail_requests(self, message: str) -> None:
         generation, self._generation = self._generation, None
         if generation is not None:
-            generation.error = EngineDiedError(message, generation_began=generation.began)
-            generation.ended.set()
+            generation.fail(message)
+        self._queries.fail(message)
 
     def _start_helper(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -521,6 +536,11 @@ class EngineSupervisor:
     def _signal_state_change(self) -> None:
         self._state_changed.set()
         self._state_changed = asyncio.Event()
+
+    def _raise_if_unavailable(self, *usable: EngineState) -> None:
+        self._raise_if_never_ready()
+        if self._state not in usable:
+            raise EngineUnavailableError(f"The engine is not ready: {self._state_detail}.", self._state)
 
     def _raise_if_never_ready(self) -> None:
         if self._state is EngineState.DEAD:

@@ -149,6 +149,7 @@ def measure(arguments: argparse.Namespace) -> Premise:
         n_batch=0,
         memory_budget_bytes=arguments.memory_budget,
         keep_expert_counts=False,
+        prompt_cache_bytes=0,
         speculation=Speculation(method="s2moe" if has_speed else "off"),
     )
     model = Model(configure, lambda _phase, _fraction: None)

@@ -69,6 +69,7 @@ def measure_here(model_path: Path, budget_bytes: int, n_prompts: int, preset: st
         n_ctx=N_CTX,
         memory_budget_bytes=budget_bytes,
         keep_expert_counts=False,
+        prompt_cache_bytes=0,
         speculation=Speculation(method="s2moe", preset=preset),
     )
     try:

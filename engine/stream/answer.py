@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from s2moe.engine.messages import ToolCallDelta
 from s2moe.engine.stream.stop import StopFilter
 from s2moe.engine.stream.utf8 import Utf8Gate
 
@@ -16,10 +17,12 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     content: str = ""
     reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
+    """Pieces of calls, in order."""
 
 
 class AnswerParser(Protocol):
-    """Splits raw text into content and reasoning; `native.NativeAnswerParser` is llama.cpp's."""
+    """Splits raw text into content, reasoning and tool calls; `native.NativeAnswerParser` is llama.cpp's."""
 
     def feed(self, text: str, *, final: bool) -> Delta: ...
 
@@ -43,6 +46,10 @@ class AnswerStream:
         self._stop = StopFilter(stops)
         self._parser = parser or ContentOnly()
         self._is_plain = not stops and isinstance(self._parser, ContentOnly)
+        self.n_characters = 0
+        """Whole characters so far, those of a stop string included."""
+        self.n_passed = 0
+        """Those of them that no stop string can take back any more."""
 
     @property
     def stop_string(self) -> str | None:
@@ -52,12 +59,16 @@ class AnswerStream:
     def feed(self, data: bytes) -> Delta:
         """Adds the bytes of one or more tokens; returns what became certain."""
         text = self._gate.feed(data)
+        self.n_characters += len(text)
         if self._is_plain:
+            self.n_passed = self.n_characters
             return Delta(text)
         text = self._stop.feed(text)
+        self.n_passed += len(text)
         return self._parser.feed(text, final=False) if text else Delta()
 
     def finish(self) -> Delta:
         """Ends the answer; returns all that was held back."""
         text = self._stop.feed(self._gate.finish()) + self._stop.finish()
+        self.n_passed += len(text)
         return self._parser.feed(text, final=True)

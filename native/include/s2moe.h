@@ -40,7 +40,7 @@ struct llama_model;
 struct llama_context;
 
 /* Raised by any change that breaks a caller compiled against the header before. */
-#define S2MOE_ABI_VERSION 3
+#define S2MOE_ABI_VERSION 4
 
 enum s2moe_status {
     S2MOE_OK = 0,
@@ -421,7 +421,10 @@ typedef struct s2moe_sampler s2moe_sampler;
  *                  "logit_bias"         array of [token, bias]
  *                  "grammar"            GBNF text, at most 64 KiB, groups nested at most 200 deep
  *                  "grammar_lazy", "grammar_triggers", "preserved_tokens", "generation_prompt"
- *                                       as s2moe_chat_apply() returned them, to go with its grammar
+ *                                       as s2moe_chat_apply() returned them, to go with its grammar only. The
+ *                                       grammar may then have 2 MiB
+ *                  "thinking"           as s2moe_chat_apply() returned it, to go with any grammar for an answer in a
+ *                                       chat: the grammar does not concern reasoning
  *
  * Errors (NULL): last_status, if not NULL, receives S2MOE_ERROR_INVALID (the message names the key) or
  * S2MOE_ERROR_GRAMMAR.
@@ -433,7 +436,8 @@ S2MOE_API void s2moe_sampler_free(s2moe_sampler * sampler);
 /*
  * Chooses the next token from the logits at `index` of ctx's last decode (as in llama_get_logits_ith) and adds
  * it to the sampler's history and grammar state. Stores it in *token.
- * Errors: S2MOE_ERROR_INVALID for an index without logits, S2MOE_ERROR_INTERNAL.
+ * Errors: S2MOE_ERROR_INVALID for an index without logits, S2MOE_ERROR_INTERNAL (also where the grammar allows no token
+ * of the vocabulary).
  */
 S2MOE_API int32_t s2moe_sampler_sample(s2moe_sampler * sampler,
                                        struct llama_context * ctx,
@@ -656,25 +660,39 @@ S2MOE_API void s2moe_chat_free(s2moe_chat * chat);
  *                   "enable_thinking": bool (default true),
  *                   "tools": [ OpenAI tools ], "tool_choice": "auto" (default), "none" or "required",
  *                   "parallel_tool_calls": bool (default false: at most one call),
- *                   "json_schema": object that the answer's content must match; not with "required",
+ *                   "json_schema": object that the answer's content must match; not with "required". With tools the
+ *                   answer is a call or such content,
  *                   "chat_template_kwargs": { name: any JSON } variables of the template; they win over
  *                   "enable_thinking",
  *                   "continue_final_message": bool (default false): the last message is the assistant's and is
  *                   continued; what it has is not part of the answer }
  *   result_json   receives { "prompt": text to tokenize with special tokens parsed; a BOS that the vocabulary adds by
-                             itself is not in it, so let the tokenizer add it,
+ *                   itself is not in it, so let the tokenizer add it,
  *                   "format": how the answer is written; "content-only" needs no parser,
  *                   "stops": [ texts that end the answer beside the request's own ],
  *                   "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens",
- *                   "generation_prompt": what of the answer the prompt already holds,
- *                   "parser": opaque; hand the whole object to s2moe_answer_create() }
+ *                   "generation_prompt": what of the answer the prompt already holds if the grammar begins with it,
+ *                   else null,
+ *                   "thinking": how the template marks reasoning, null if it does not,
+ *                   "unenforced": [ keywords of schemas, with their places, that no grammar can hold: the answer may
+ *                   break them ]
+ *                   and more for s2moe_answer_create(), which wants the whole object }
  *
  * "grammar" is what tools and schema demand; hand it with the keys beside it to s2moe_sampler_create(). It leaves
  * reasoning free where the template knows of reasoning.
  *
- * Errors: S2MOE_ERROR_INVALID (malformed JSON, messages, or tools), S2MOE_ERROR_GRAMMAR (the schema cannot be
- * turned into a grammar: the message names the place), S2MOE_ERROR_TEMPLATE (the template refuses the messages).
- * [any thread]
+ * A template without a format for calls, or that does not describe tools, gets both from here: tools always work.
+ *
+ * Schemas. A keyword that takes part in choosing what is valid, and that cannot be kept (a pattern that is no grammar,
+ * not, if, patternProperties, …), is an error in "json_schema" and in a function with "strict": true; in another
+ * function it is left out. Bounds of numbers that are no integers, multipleOf, uniqueItems, minProperties,
+ * maxProperties, unknown formats and counts beyond 2000 characters or 500 items are never enforced. Both are listed in
+ * "unenforced". At most 48 levels of schemas, 10,000 of them in one, 200 optional properties of one object, 512 tools.
+ *
+ * Errors: S2MOE_ERROR_INVALID (malformed JSON, messages, or tools: the message begins with the place),
+ * S2MOE_ERROR_GRAMMAR (a schema cannot be turned into a grammar: the message begins with the place),
+ * S2MOE_ERROR_TEMPLATE (the template refuses the messages), S2MOE_ERROR_UNSUPPORTED (the template has no way to do
+ * this). [any thread]
  */
 S2MOE_API int32_t s2moe_chat_apply(const s2moe_chat * chat, const char * request_json, char ** result_json);
 
@@ -692,12 +710,17 @@ S2MOE_API void s2moe_answer_free(s2moe_answer * answer);
  * Adds text to the answer and returns what became certain.
  *
  *   text, n_bytes  more of the answer, whole UTF-8 characters
- *   final          true: the answer ends here; incomplete markup at the end then counts as content
+ *   final          true: the answer ends here
  *   delta_json     receives { "content": text, "reasoning": text, "tool_calls": [{ "index": from 0, "id", "name",
  *                  "arguments": a piece of JSON text }] }; any may be empty. "name", and "id" where the format has
  *                  one, come once, with the first piece of a call; indices never go back
  *
- * Text that may still turn out to be markup is held back until it is decided. Errors: S2MOE_ERROR_INTERNAL.
+ * Text that may still turn out to be markup is held back until it is decided. At the end, one character of it
+ * counts as text, more is the beginning of a tag and is dropped. An answer that does not fit its template is content from
+ * there on, up to the first tag of calls behind it; tags of reasoning inside content are taken out; behind a call
+ * nothing is content. The arguments of a call that is cut off are as they were written. What is returned does not
+ * depend on how the text was cut into pieces.
+ * Errors: S2MOE_ERROR_INTERNAL.
  */
 S2MOE_API int32_t
 s2moe_answer_feed(s2moe_answer * answer, const char * text, size_t n_bytes, bool final, char ** delta_json);

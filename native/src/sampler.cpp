@@ -11,13 +11,16 @@
 #include "llama.h"
 #include "s2moe.h"
 #include "sampling.h"
+#include "sampling/grammar.h"
+#include "sampling/thinking.h"
 
-using s2moe::fail;
 using s2moe::failure;
 
 struct s2moe_sampler {
     common_sampler_ptr impl;
-    int32_t n_vocab = 0;
+    common_sampler_ptr free; // the same without the grammar; only where there is a gate
+    std::optional<s2moe::thinking_gate> gate;
+    const llama_vocab * vocab = nullptr;
 };
 
 namespace {
@@ -78,16 +81,6 @@ template <typename T> T choose(const llama_model * model, const common_json & pa
     return fallback;
 }
 
-std::string text(const common_json & params, const char * key) {
-    if (!params.contains(key) || params.at(key).is_null()) {
-        return "";
-    }
-    if (!params.at(key).is_string()) {
-        reject(key, "a string");
-    }
-    return params.at(key).get<std::string>();
-}
-
 void read_logit_bias(const llama_vocab * vocab, const common_json & params, common_params_sampling & out) {
     if (!params.contains("logit_bias") || params.at("logit_bias").is_null()) {
         return;
@@ -108,63 +101,6 @@ void read_logit_bias(const llama_vocab * vocab, const common_json & params, comm
                    "about tokens of the vocabulary, 0 to " + std::to_string(llama_vocab_n_tokens(vocab) - 1));
         }
         out.logit_bias.push_back({static_cast<llama_token>(token), static_cast<float>(bias)});
-    }
-}
-
-constexpr size_t grammar_bytes_max = 64 * 1024;
-constexpr int grammar_depth_max = 200;
-
-// llama.cpp parses groups by recursion and expands repetitions, so both must be bounded before it sees them.
-void check_grammar(const llama_vocab * vocab, const std::string & grammar) {
-    if (grammar.size() > grammar_bytes_max) {
-        throw failure(S2MOE_ERROR_GRAMMAR,
-                      "the grammar is longer than " + std::to_string(grammar_bytes_max) + " bytes");
-    }
-    if (grammar.find('\0') != std::string::npos) {
-        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar contains a NUL character");
-    }
-    int depth = 0;
-    for (const char c : grammar) {
-        depth += c == '(' ? 1 : c == ')' ? -1 : 0;
-        if (depth > grammar_depth_max) {
-            throw failure(S2MOE_ERROR_GRAMMAR,
-                          "the grammar nests more than " + std::to_string(grammar_depth_max) + " groups");
-        }
-    }
-    // common_sampler_init() would leak its chain over a grammar that does not parse
-    llama_sampler * parsed = nullptr;
-    try {
-        parsed = llama_sampler_init_grammar(vocab, grammar.c_str(), "root");
-    } catch (const std::exception & e) {
-        throw failure(S2MOE_ERROR_GRAMMAR, e.what());
-    }
-    if (parsed == nullptr) {
-        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar does not parse, or has no rule `root`");
-    }
-    llama_sampler_free(parsed);
-}
-
-void read_grammar(const llama_vocab * vocab, const common_json & params, common_params_sampling & out) {
-    const std::string grammar = text(params, "grammar");
-    if (grammar.empty()) {
-        return;
-    }
-    check_grammar(vocab, grammar);
-    out.grammar = common_grammar(COMMON_GRAMMAR_TYPE_USER, grammar);
-    out.grammar_lazy = params.value("grammar_lazy", false);
-    out.generation_prompt = text(params, "generation_prompt");
-    for (const common_json & trigger : params.value("grammar_triggers", common_json::array())) {
-        common_grammar_trigger t;
-        t.type = static_cast<common_grammar_trigger_type>(trigger.at("type").get<int>());
-        t.value = trigger.at("value").get<std::string>();
-        t.token = static_cast<llama_token>(trigger.value("token", int64_t{LLAMA_TOKEN_NULL}));
-        out.grammar_triggers.push_back(t);
-    }
-    for (const common_json & preserved : params.value("preserved_tokens", common_json::array())) {
-        const auto ids = common_tokenize(vocab, preserved.get<std::string>(), false, true);
-        if (ids.size() == 1) {
-            out.preserved_tokens.insert(ids[0]);
-        }
     }
 }
 
@@ -206,8 +142,40 @@ common_params_sampling read_params(const llama_model * model, const common_json 
     out.n_prev = std::max(out.n_prev, out.penalty_last_n);
     out.no_perf = true;
     read_logit_bias(vocab, params, out);
-    read_grammar(vocab, params, out);
+    s2moe::read_grammar(vocab, params, out);
     return out;
+}
+
+common_sampler_ptr create(const llama_model * model, common_params_sampling & params) {
+    try {
+        return common_sampler_ptr(common_sampler_init(model, params));
+    } catch (const std::exception & e) {
+        throw failure(params.grammar.empty() ? S2MOE_ERROR_INVALID : S2MOE_ERROR_GRAMMAR, e.what());
+    }
+}
+
+// A grammar may ask for what no token of the vocabulary begins. llama.cpp then chooses any token, and ends the process
+// over it when it is accepted.
+llama_token choose_token(common_sampler * sampler, llama_context * ctx, int32_t index) {
+    const llama_token chosen = common_sampler_sample(sampler, ctx, index);
+    const llama_token_data_array * candidates = common_sampler_get_candidates(sampler, /* do_sort */ false);
+    if (candidates->selected < 0 || candidates->data[candidates->selected].logit == -INFINITY) {
+        throw failure(S2MOE_ERROR_INTERNAL, "no token of the vocabulary may follow");
+    }
+    return chosen;
+}
+
+// The next token if it belongs to reasoning, which the grammar does not concern; else nothing.
+std::optional<llama_token> choose_reasoning(s2moe_sampler & sampler, llama_context * ctx, int32_t index) {
+    const llama_token chosen = choose_token(sampler.free.get(), ctx, index);
+    const std::string piece = common_token_to_piece(sampler.vocab, chosen, true);
+    if (!sampler.gate->admits(piece, llama_vocab_is_eog(sampler.vocab, chosen))) {
+        return std::nullopt;
+    }
+    sampler.gate->follow(piece);
+    common_sampler_accept(sampler.free.get(), chosen, true);
+    common_sampler_accept(sampler.impl.get(), chosen, false);
+    return chosen;
 }
 
 } // namespace
@@ -215,14 +183,16 @@ common_params_sampling read_params(const llama_model * model, const common_json 
 s2moe_sampler * s2moe_sampler_create(const llama_model * model, const char * params_json, int32_t * last_status) {
     std::unique_ptr<s2moe_sampler> sampler;
     const int32_t status = s2moe::guard(S2MOE_ERROR_INVALID, [&] {
-        common_params_sampling params = read_params(model, common_json::parse(params_json));
-        const bool has_grammar = !common_grammar_value(params.grammar).empty();
+        const common_json json = common_json::parse(params_json);
+        common_params_sampling params = read_params(model, json);
         auto made = std::make_unique<s2moe_sampler>();
-        made->n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
-        try {
-            made->impl.reset(common_sampler_init(model, params));
-        } catch (const std::exception & e) {
-            throw failure(has_grammar ? S2MOE_ERROR_GRAMMAR : S2MOE_ERROR_INVALID, e.what());
+        made->vocab = llama_model_get_vocab(model);
+        made->impl = create(model, params);
+        made->gate = s2moe::thinking_gate::read(json, params);
+        if (made->gate) {
+            params.grammar = {};
+            params.seed = common_sampler_get_seed(made->impl.get());
+            made->free = create(model, params);
         }
         sampler = std::move(made);
     });
@@ -241,7 +211,13 @@ int32_t s2moe_sampler_sample(s2moe_sampler * sampler, llama_context * ctx, int32
         if (llama_get_logits_ith(ctx, index) == nullptr) {
             throw failure(S2MOE_ERROR_INVALID, "no logits at index " + std::to_string(index));
         }
-        const llama_token chosen = common_sampler_sample(sampler->impl.get(), ctx, index);
+        if (sampler->gate && sampler->gate->is_open()) {
+            if (const auto chosen = choose_reasoning(*sampler, ctx, index)) {
+                *token = *chosen;
+                return;
+            }
+        }
+        const llama_token chosen = choose_token(sampler->impl.get(), ctx, index);
         common_sampler_accept(sampler->impl.get(), chosen, true);
         *token = chosen;
     });
@@ -250,10 +226,13 @@ int32_t s2moe_sampler_sample(s2moe_sampler * sampler, llama_context * ctx, int32
 int32_t s2moe_sampler_accept_prompt(s2moe_sampler * sampler, const int32_t * tokens, int32_t n_tokens) {
     return s2moe::guard(S2MOE_ERROR_INTERNAL, [&] {
         for (int32_t i = 0; i < n_tokens; ++i) {
-            if (tokens[i] < 0 || tokens[i] >= sampler->n_vocab) {
+            if (tokens[i] < 0 || tokens[i] >= llama_vocab_n_tokens(sampler->vocab)) {
                 throw failure(S2MOE_ERROR_INVALID, "token " + std::to_string(tokens[i]) + " is not in the vocabulary");
             }
             common_sampler_accept(sampler->impl.get(), tokens[i], false);
+            if (sampler->free) {
+                common_sampler_accept(sampler->free.get(), tokens[i], false);
+            }
         }
     });
 }

@@ -42,8 +42,9 @@ std::string parsed(const std::string & chat_json, const std::string & text, size
         CHECK(s2moe_answer_feed(answer, piece.data(), piece.size(), begin + n_bytes > text.size(), &delta) == S2MOE_OK);
         const std::string json = delta;
         const std::string key = std::string("\"") + channel + "\":\"";
-        const size_t start = json.find(key) + key.size();
-        all += json.substr(start, json.find('"', start) - start);
+        const size_t found = json.find(key);
+        const size_t start = found + key.size();
+        all += found == std::string::npos ? "" : json.substr(start, json.find('"', start) - start);
         s2moe_string_free(delta);
     }
     s2moe_answer_free(answer);
@@ -92,6 +93,27 @@ void test_reasoning_is_split_off(const test_model & m) {
     }
 }
 
+const char * const tools_request =
+    R"({"messages": [{"role": "user", "content": "hi"}], "parallel_tool_calls": true, "tools": [
+        {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
+            "a": {"type": "integer"}, "b": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "string", "pattern": "\\d+"}}}}},
+        {"type": "function", "function": {"name": "now"}}], "json_schema": )";
+
+void test_tools(const test_model & m) {
+    const std::string chat = apply(m, thinking, (std::string(tools_request) + "null}").c_str());
+    CHECK(chat.find(R"("grammar_lazy":true)") != std::string::npos);
+    const std::string text = "<think>\nso</think>\n\nOk. <tool_call>{\"name\": \"add\", \"arguments\": {\"a\": 1}}"
+                             "</tool_call>\n<tool_call>{\"name\": \"now\", \"arguments\": {}}</tool_call>";
+    for (const size_t n_bytes : {1, 2, 3, 7, 1000}) {
+        CHECK(parsed(chat, text, n_bytes, "content") == "Ok. ");
+        CHECK(parsed(chat, text, n_bytes, "reasoning") == "so");
+        CHECK(parsed(chat, text, n_bytes, "name") == "addnow" || n_bytes == 1000);
+        CHECK(parsed(chat, "Ok. <tool_call>nonsense", n_bytes, "content") == "Ok. ");
+    }
+    apply(m, thinking, (std::string(tools_request) + R"({"type": "object"}})").c_str());
+    apply(m, thinking, (std::string(tools_request) + R"({"$ref": "#/no"}})").c_str(), S2MOE_ERROR_GRAMMAR);
+}
+
 } // namespace
 
 int main() {
@@ -99,5 +121,6 @@ int main() {
     test_apply(m);
     test_templates_reach_nothing(m);
     test_reasoning_is_split_off(m);
+    test_tools(m);
     return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 from fastapi import APIRouter
@@ -36,14 +37,14 @@ def router(client: EngineClient, admission: Admission) -> APIRouter:
             return JSONResponse(body.model_dump(exclude_none=True))
         return JSONResponse(body.model_dump(), 503, {"Retry-After": str(_RETRY_AFTER_SECONDS)})
 
-    for method in ("GET", "HEAD"):
+    for path, method in product(("/health", "/v1/health"), ("GET", "HEAD")):
         routes.add_api_route(
-            "/health",
+            path,
             health,
             methods=[method],
             response_model=Health,
             responses={503: {"model": Health}},
             summary="Whether the server takes requests",
-            include_in_schema=method == "GET",
+            include_in_schema=(path, method) == ("/health", "GET"),
         )
     return routes

@@ -6,6 +6,7 @@ import time
 
 from fastapi import APIRouter
 
+from s2moe.engine.messages import ModelInfo
 from s2moe.server.engine_client import EngineClient
 from s2moe.server.errors import NotFoundError
 from s2moe.server.schema.error import error_responses
@@ -17,7 +18,16 @@ def router(client: EngineClient, *, alias: str) -> APIRouter:
     created = int(time.time())
 
     def card() -> ModelCard:
-        return ModelCard(id=alias, created=created, meta=_meta(client))
+        model = client.model
+        if model is None:
+            return ModelCard(id=alias, created=created, capabilities=[], max_model_len=None, meta=None)
+        return ModelCard(
+            id=alias,
+            created=created,
+            capabilities=["embedding"] if model.gives_embeddings else ["completion"],
+            max_model_len=model.n_ctx,
+            meta=meta_of(model),
+        )
 
     async def list_models() -> ModelList:
         return ModelList(data=[card()])
@@ -52,19 +62,18 @@ def router(client: EngineClient, *, alias: str) -> APIRouter:
     return routes
 
 
-def _meta(client: EngineClient) -> ModelMeta | None:
-    model = client.model
-    if model is None:
-        return None
+def meta_of(model: ModelInfo) -> ModelMeta:
     return ModelMeta(
         n_ctx=model.n_ctx,
         n_ctx_train=model.n_ctx_train,
         n_params=model.n_params,
         n_vocab=model.n_vocab,
+        n_embd=model.n_embd,
         n_layer=model.n_layer,
         size=model.size_bytes,
         architecture=model.architecture,
         quantization=model.quantization,
+        ftype=model.quantization,
         n_expert=model.n_expert,
         n_expert_used=model.n_expert_used,
         speculation_method=model.speculation_method,

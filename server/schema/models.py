@@ -14,10 +14,12 @@ class ModelMeta(BaseModel):
     n_ctx_train: int = Field(description="Context length in tokens of the training")
     n_params: int
     n_vocab: int
+    n_embd: int = Field(description="Length of a token's embedding; 0 if not known")
     n_layer: int
     size: int = Field(description="Size of the weights in bytes")
     architecture: str
     quantization: str
+    ftype: str = Field(description="Same as quantization")
     n_expert: int = Field(description="Experts per MoE layer; 0 for a dense model")
     n_expert_used: int = Field(description="Experts per token")
     speculation_method: str = Field(
@@ -36,7 +38,13 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int = Field(description="Unix seconds at which the server started")
     owned_by: str = "s2moe"
-    meta: ModelMeta | None = Field(None, description="null until the model is loaded")
+    capabilities: list[Literal["completion", "embedding"]] = Field(
+        description="completion = it answers, embedding = it gives embeddings; empty until it is loaded"
+    )
+    max_model_len: int | None = Field(
+        description="Same as meta.n_ctx, under vLLM's name; null until the model is loaded"
+    )
+    meta: ModelMeta | None = Field(description="null until the model is loaded")
 
 
 class ModelList(BaseModel):

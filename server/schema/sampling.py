@@ -64,8 +64,12 @@ class SamplingFields(BaseModel):
     stop: Annotated[str | list[str] | None, BeforeValidator(_stop_list)] = Field(
         None, description=f"up to {MAX_STOP_STRINGS} strings that end the answer and are not part of it"
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="taken from the logits of tokens that occurred; 0 = none"
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="the same for each time that a token occurred; 0 = none"
+    )
     repeat_penalty: float | None = Field(None, ge=0.001, le=100, description="1 = none")
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_biases)] = Field(
         None, description="token ids to values from -100 to 100"

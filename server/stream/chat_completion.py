@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from s2moe.engine.messages import Finished, Step
+from s2moe.server.stream.chat_logprobs import token_logprobs
+from s2moe.server.stream.choices import total_of
+from s2moe.server.stream.tool_calls import ToolCalls
 from s2moe.server.stream.usage import performance_of, usage_of
 
 
@@ -13,9 +16,16 @@ class ChatCompletionBuilder:
     """An `answering.AnswerBuilder`."""
 
     def __init__(
-        self, *, completion_id: str, created: int, model: str, fingerprint: Callable[[], str]
+        self,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        fingerprint: Callable[[], str],
+        logprobs: bool = False,
     ) -> None:
-        """`fingerprint` is asked at the end, when the model is surely known."""
+        """`fingerprint` is asked at the end, when the model is surely known; `logprobs`: whether the request
+        asked for them."""
         self._head = {
             "id": completion_id,
             "object": "chat.completion",
@@ -23,35 +33,47 @@ class ChatCompletionBuilder:
             "model": model,
         }
         self._fingerprint = fingerprint
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
+        self._wants_logprobs = logprobs
         self._choices: list[dict[str, Any]] = []
-        self._last: Finished | None = None
+        self._finished: list[Finished] = []
+        self._begin_choice()
 
     def feed(self, step: Step) -> None:
         self._content.append(step.content)
         self._reasoning.append(step.reasoning)
+        self._calls.add(step.tool_calls)
+        self._logprobs += token_logprobs(step.logprobs)
 
     def finish_choice(self, event: Finished) -> None:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
+        content = "".join(self._content)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._calls:
+            message |= {"content": content or None, "tool_calls": self._calls.whole()}
         if reasoning := "".join(self._reasoning):
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         self._choices.append(
             {
                 "index": len(self._choices),
                 "message": message,
-                "logprobs": None,
+                "logprobs": {"content": self._logprobs, "refusal": None} if self._wants_logprobs else None,
                 "finish_reason": event.reason,
             }
         )
-        self._last = event
+        self._finished.append(event)
+        self._begin_choice()
 
     def finish(self) -> dict[str, Any]:
-        assert self._last is not None
+        total = total_of(self._finished, per_prompt=len(self._finished))
         return {
             **self._head,
             "system_fingerprint": self._fingerprint(),
             "choices": self._choices,
-            "usage": usage_of(self._last),
-            **performance_of(self._last),
+            "usage": usage_of(total),
+            **performance_of(total),
         }
+
+    def _begin_choice(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls = ToolCalls()
+        self._logprobs: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ def test_curl_streams_a_coherent_answer(server: ServeProcess) -> None:
     received = events(output)
     assert received[-1] == "[DONE]"
     chunks = received[:-1]
-    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert "Paris" in text
     assert len(chunks) > 5, "it streams"
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from fake_vocabulary import END, FakeVocabulary
 
 from s2moe.engine.errors import RequestAbortedError
 from s2moe.engine.messages import Speculation
 from s2moe.engine.native import NativeError
 from s2moe.engine.speculation import SpeculationSupport
-
-END = ord(".")
-"""The token that ends generation."""
 
 
 class FakeSwitch:
@@ -20,32 +20,64 @@ class FakeSwitch:
 
 
 class FakeTemplate:
+    """Contents one behind the other; `chat` is what else it answers."""
+
+    def __init__(self) -> None:
+        self.chat: dict[str, Any] = {}
+        self.requests: list[dict[str, Any]] = []
+        self.failure: NativeError | None = None
+
     def apply(self, request_json: bytes) -> bytes:
-        prompt = "".join(message["content"] for message in json.loads(request_json)["messages"])
-        return json.dumps(
-            {"prompt": prompt, "format": "content-only", "stops": [], "preserved_tokens": []}
-        ).encode()
+        request = json.loads(request_json)
+        self.requests.append(request)
+        if self.failure is not None:
+            raise self.failure
+        prompt = "".join(message.get("content") or "" for message in request["messages"])
+        plain = {"prompt": prompt, "format": "content-only", "stops": [], "preserved_tokens": []}
+        return json.dumps({**plain, **self.chat}).encode()
+
+
+class FakeLibrary:
+    """Logits of which the row that chose a token can be seen."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.failure: NativeError | None = None
+
+    def logprobs(
+        self, _context: object, row: int, token: int, n_top: int
+    ) -> tuple[float, list[tuple[int, float]]]:
+        if self.failure is not None:
+            raise self.failure
+        self.rows.append(row)
+        return -token / 1000, [(ord("a") + i, -i / 10) for i in range(n_top)]
 
 
 class FakeSampler:
-    """Chooses the text's next letter, whatever the model says."""
+    """Chooses the next of given tokens, whatever the model says, and then the end."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, tokens: str | Sequence[int]) -> None:
+        self.tokens = [ord(each) if isinstance(each, str) else each for each in tokens]
         self.n_chosen = 0
         self.failure: NativeError | None = None
+        self.prompt: list[int] = []
 
     def sample(self, _context: object) -> int:
         if self.failure is not None:
             raise self.failure
         self.n_chosen += 1
-        return ord(self.text[self.n_chosen - 1])
+        return self.tokens[self.n_chosen - 1] if self.n_chosen <= len(self.tokens) else END
 
-    def accept_prompt(self, _tokens: list[int]) -> None:
-        pass
+    def accept_prompt(self, tokens: list[int]) -> None:
+        self.prompt = list(tokens)
 
     def close(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class FakeRow:
+    logits_index: int
 
 
 class FakeSpeculator:
@@ -59,6 +91,7 @@ class FakeSpeculator:
         self.begin_failure: NativeError | None = None
         self.step_failure: NativeError | None = None
         self.fed: list[list[int]] = []
+        self.n_rows = 0
         self.on_step: Callable[[], None] = lambda: None
         self.detail = ""
 
@@ -78,7 +111,12 @@ class FakeSpeculator:
         tokens: list[int] = []
         while len(tokens) < min(n_max, self.width) and END not in tokens:
             tokens.append(sampler.sample(None))
+        self.n_rows = len(tokens)
         return tokens
+
+    def rows(self) -> list[FakeRow]:
+        """As if every other draft had been rejected."""
+        return [FakeRow(2 * i) for i in range(self.n_rows)]
 
     def report(self) -> dict[str, Any]:
         return {
@@ -92,7 +130,7 @@ class FakeSpeculator:
 class FakeModel:
     """`kv_tokens` as of Model; tokens are code points."""
 
-    library = handle = context = experts = None
+    handle = context = experts = None
     n_ctx = 64
     n_batch = 16
 
@@ -106,21 +144,11 @@ class FakeModel:
         self.speculator = speculator
         self.speculation = SpeculationSupport(asked, is_possible=is_possible)
         self.abort = FakeSwitch()
+        self.library = FakeLibrary()
+        self.vocabulary = FakeVocabulary()
         self.chat_template = FakeTemplate()
         self.kv_tokens: list[int] = []
         self.n_decodes = 0
-
-    def min_token_count(self, _n_bytes: int) -> int:
-        return 0
-
-    def tokenize(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        return chr(token).encode()
-
-    def is_end(self, token: int) -> bool:
-        return token == END
 
     def reuse_prefix(self, _prompt: list[int], *, exact: bool) -> int:
         self.kv_tokens.clear()

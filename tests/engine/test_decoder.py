@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
 import pytest
+from answerer import PROMPT, Answerer, request
 from fake_model import FakeModel, FakeSampler, FakeSpeculator
 
-from s2moe.engine import generation
+from s2moe.engine.constraint import Constraint
 from s2moe.engine.decoder import PlainDecoder, SpeculativeDecoder, create_decoder
 from s2moe.engine.errors import RequestError
-from s2moe.engine.generation import Generation
-from s2moe.engine.messages import Finished, Generate, Sampling, Speculation, Step
+from s2moe.engine.messages import Finished, Sampling, Speculation, Step
 from s2moe.engine.native import NativeError, Status
 
-PROMPT = "ask"
 OFF = Speculation(method="off")
-
-
-def request(**options: Any) -> Generate:
-    messages = [{"role": "user", "content": PROMPT}]
-    return Generate(request_id="r", messages_json=json.dumps(messages).encode(), **options)
-
-
-class Answerer:
-    """Answers with a given text."""
-
-    def __init__(self, model: FakeModel, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-        self.model = model
-        self.sampler = FakeSampler(text)
-        monkeypatch.setattr(generation, "Sampler", lambda *_arguments: self.sampler)
-
-    def answer(self, **options: Any) -> tuple[list[Step], Finished]:
-        events = list(self.start(**options).run())
-        assert isinstance(events[-1], Finished)
-        return [event for event in events if isinstance(event, Step)], events[-1]
-
-    def start(self, **options: Any) -> Generation:
-        model: Any = self.model
-        return Generation(model, request(**options))
 
 
 def kv_text(model: FakeModel) -> str:
@@ -167,7 +142,8 @@ def test_undraftable_model_decodes_plainly_and_says_so(monkeypatch: pytest.Monke
 def create(model: FakeModel, sampler: FakeSampler | None = None, **options: Any) -> Any:
     fake: Any = model
     chosen: Any = sampler or FakeSampler("abcdefgh.")
-    return create_decoder(fake, request(**options), chosen)
+    asked = request(**options)
+    return create_decoder(fake, asked, chosen, Constraint.of_request(asked.sampling))
 
 
 def test_options_reach_the_speculator_and_are_checked_before_the_prompt(
@@ -243,6 +219,37 @@ def test_step_without_a_plain_way_out_gives_the_plain_error(speculator: FakeSpec
     with pytest.raises(RequestError) as caught:
         decoder.next_tokens(4)
     assert (caught.value.code, caught.value.param) == ("invalid_grammar", "grammar")
+
+
+def test_schema_without_a_further_token_is_the_schemas_error(model: FakeModel) -> None:
+    fake, sampler = model, FakeSampler("a")
+    constraint = Constraint({"grammar": "root ::= x"}, "invalid_schema", "response_format")
+    decoder = create_decoder(fake, request(), sampler, constraint)  # type: ignore[arg-type]
+    sampler.failure = NativeError(Status.INTERNAL, "no candidates")
+    with pytest.raises(RequestError, match="allows no further token") as caught:
+        decoder.next_tokens(4)
+    assert (caught.value.code, caught.value.param) == ("invalid_schema", "response_format")
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rows_are_those_that_chose_the_tokens(model: FakeModel) -> None:
+    decoder = create(model)
+    assert (len(decoder.next_tokens(9)), decoder.rows()) == (1, [-1])
+    assert (len(decoder.next_tokens(9)), decoder.rows()) == (3, [0, 2, 4])
+    assert (len(decoder.next_tokens(2)), decoder.rows()) == (2, [0, 2])
+    plain = create(model, speculation=OFF)
+    for _ in range(2):
+        assert (len(plain.next_tokens(9)), plain.rows()) == (1, [-1])
+
+
+def test_rows_of_a_step_that_failed_are_those_of_the_plain_token(speculator: FakeSpeculator) -> None:
+    model = FailingModel(speculator)
+    decoder = create(model, sampling=Sampling(grammar='root ::= "abcd"'))
+    for _ in range(3):
+        decoder.next_tokens(5)
+        assert decoder.rows() == [-1]
 
 
 @pytest.mark.parametrize(

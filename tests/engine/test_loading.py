@@ -51,8 +51,9 @@ def test_part_of_the_experts_is_served_within_the_budget(
     cache = stats.expert_cache
     assert cache is not None
     assert pools["expert_cache"] - 2 * MIB < cache.capacity_bytes <= pools["expert_cache"]
-    # unused by then: the reserve, compute buffers and slots that nobody needed
-    unused = pools["reserve"] + pools["compute"] + cache.capacity_bytes - cache.resident_bytes
+    # unused by then: the reserve, the prompt cache, compute buffers and slots that nobody needed
+    unused = sum(pools[pool] for pool in ("reserve", "prompt_cache", "compute"))
+    unused += cache.capacity_bytes - cache.resident_bytes
     assert stats.rss_bytes > BUDGET_BYTES - unused - 8 * MIB
     assert stats.memory_pressure_events == {}
 

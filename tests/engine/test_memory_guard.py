@@ -32,6 +32,41 @@ class Cache:
         return self.capacity_bytes
 
 
+class Conversations:
+    """Memory of `cache.other_bytes` that can be done without."""
+
+    def __init__(self, cache: Cache, n_bytes: int) -> None:
+        self.cache = cache
+        self.n_bytes = n_bytes
+
+    def drop(self, n_bytes: int) -> int:
+        freed = min(self.n_bytes, n_bytes)
+        self.n_bytes -= freed
+        self.cache.other_bytes -= freed
+        return freed
+
+
+def test_conversations_go_before_slots(caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache(capacity=600, resident=600, other=410)
+    kept = Conversations(cache, 50 * MIB)
+    cache.guard = MemoryGuard(
+        cache, BUDGET_BYTES, lambda: cache.other_bytes + cache.resident_bytes, droppable=kept
+    )
+    with caplog.at_level(logging.WARNING):
+        cache.guard.check()
+    assert kept.n_bytes == 50 * MIB - (10 * MIB + MARGIN_BYTES + STEP_BYTES)
+    assert (cache.capacity_bytes, cache.guard.n_drops, cache.guard.n_shrinks) == (600 * MIB, 1, 0)
+    assert "prompt cache" in caplog.text
+    # and slots when that is not enough
+    cache.other_bytes += 60 * MIB
+    cache.guard.check()
+    assert (kept.n_bytes, cache.guard.n_drops, cache.guard.n_shrinks) == (0, 2, 1)
+    # what is not there is not dropped again
+    cache.other_bytes += 60 * MIB
+    cache.guard.check()
+    assert (cache.guard.n_drops, cache.guard.n_shrinks) == (2, 2)
+
+
 def test_nothing_happens_within_the_budget() -> None:
     cache = Cache(capacity=600, resident=600, other=390)
     cache.guard.check()

@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from s2moe.engine.expected_speed import Machine, expected_speed
 from s2moe.engine.memory import MIB, Budget, Supply
 from s2moe.engine.plan import (
+    AUTO_PROMPT_CACHE,
+    MAX_AUTO_PROMPT_CACHE_BYTES,
     RESERVE_BYTES,
     RESERVE_DIVISOR,
     START_VARIATION_BYTES,
     BudgetTooLargeError,
     BudgetTooSmallError,
-    Machine,
     MemoryPlan,
     ModelLayout,
     Needs,
-    expected_speed,
     show,
     show_flag,
 )
@@ -62,13 +63,20 @@ FLOOR_SLOTS_BYTES = 16 * 2 * MIB + 16 * 3 * MIB
 CYCLE_BYTES = 4 * 4 * 2 * MIB + 2 * 4 * 3 * MIB
 
 
-def plan_of(budget_bytes: int, *, layout: dict[str, Any] = LAYOUT, explicit: bool = True) -> MemoryPlan:
+def plan_of(
+    budget_bytes: int,
+    *,
+    layout: dict[str, Any] = LAYOUT,
+    explicit: bool = True,
+    prompt_cache_size: int = 0,
+) -> MemoryPlan:
     source = "--memory-budget" if explicit else "the limit in /sys/fs/cgroup/memory.max"
     return MemoryPlan(
         layout=ModelLayout.from_json(layout),
         budget=Budget(budget_bytes, source, explicit=explicit),
         needs=NEEDS,
         slots_floor_bytes=FLOOR_SLOTS_BYTES if layout["classes"] else 0,
+        prompt_cache_size=prompt_cache_size,
     )
 
 
@@ -105,6 +113,56 @@ def test_no_budget_is_exceeded_and_none_is_left_unused(budget_bytes: int) -> Non
     assert plan.fits == (budget_bytes >= plan.least_bytes)
     assert plan.floor_bytes == plan.least_bytes + START_VARIATION_BYTES
     assert plan.all_resident == (budget_bytes >= plan.full_bytes - START_VARIATION_BYTES)
+
+
+@given(st.integers(0, 4000 * MIB))
+def test_automatic_prompt_cache_takes_only_what_experts_can_spare(budget_bytes: int) -> None:
+    without = plan_of(budget_bytes)
+    plan = plan_of(budget_bytes, prompt_cache_size=AUTO_PROMPT_CACHE)
+    n_bytes = plan.prompt_cache_bytes
+    assert 0 <= n_bytes <= MAX_AUTO_PROMPT_CACHE_BYTES
+    assert 10 * n_bytes <= max(0, without.left_bytes - FLOOR_SLOTS_BYTES)
+    assert (plan.fits, plan.below_cliff, plan.all_resident) == (
+        *(without.fits, without.below_cliff, without.all_resident),
+    )
+    assert (plan.floor_bytes, plan.cliff_bytes, plan.full_bytes) == (
+        *(without.floor_bytes, without.cliff_bytes, without.full_bytes),
+    )
+    if plan.fits:
+        used_bytes = sum(plan.pools.values())
+        assert used_bytes == budget_bytes or (used_bytes < budget_bytes and plan.all_resident)
+        assert plan.pools["prompt_cache"] == n_bytes
+
+
+def test_automatic_prompt_cache_is_a_tenth_of_what_is_left_beyond_the_floor() -> None:
+    between = plan_of(400 * MIB, prompt_cache_size=AUTO_PROMPT_CACHE)
+    left = plan_of(400 * MIB).left_bytes
+    assert between.prompt_cache_bytes == (left - FLOOR_SLOTS_BYTES) // 10 > 5 * MIB
+    assert between.capacity_bytes == left - between.prompt_cache_bytes
+    assert f"prompt cache {show(between.prompt_cache_bytes)}" in between.lines()[0]
+    assert plan_of(20_000 * MIB, prompt_cache_size=AUTO_PROMPT_CACHE).prompt_cache_bytes == 1024 * MIB
+    dense = plan_of(440 * MIB, layout=DENSE, prompt_cache_size=AUTO_PROMPT_CACHE)
+    assert dense.prompt_cache_bytes == plan_of(440 * MIB, layout=DENSE).left_bytes // 10
+
+
+def test_chosen_prompt_cache_is_part_of_the_floor() -> None:
+    without = plan_of(400 * MIB)
+    plan = plan_of(400 * MIB, prompt_cache_size=32 * MIB)
+    assert plan.pools["prompt_cache"] == plan.prompt_cache_bytes == 32 * MIB
+    assert without.capacity_bytes - plan.capacity_bytes == 32 * MIB
+    assert 32 * MIB <= plan.floor_bytes - without.floor_bytes <= 33 * MIB
+    assert sum(plan.pools.values()) == 400 * MIB
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, DENSE])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_chosen_prompt_cache_that_does_not_fit_is_refused(layout: dict[str, Any], explicit: bool) -> None:
+    plan = plan_of(400 * MIB, layout=layout, explicit=explicit, prompt_cache_size=300 * MIB)
+    assert plan.must_fit
+    with pytest.raises(BudgetTooSmallError) as caught:
+        plan.check()
+    assert "300 MiB prompt cache" in str(caught.value)
+    assert "a smaller --prompt-cache-size" in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, DENSE])

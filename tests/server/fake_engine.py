@@ -16,6 +16,7 @@ from s2moe.engine.messages import (
     Generate,
     GenerationEvent,
     ModelInfo,
+    Plan,
     Query,
     QueryFailed,
     QueryReply,
@@ -137,6 +138,7 @@ class FakeEngine:
     state: EngineState = EngineState.READY
     state_detail: str = ""
     model: ModelInfo | None = MODEL
+    plan: Plan | None = None
     heartbeat_age_seconds: float = 0.25
     abort_seconds: float = 0.0
     report_of_aborted: SpeculationReport | None = None

@@ -32,7 +32,9 @@ class ServerRig:
         self.settings = settings
         self.metrics = Metrics(model=settings.model_alias, queue_capacity=settings.queue_size)
         engine.observer = self.metrics
-        self.admission = Admission(engine, self.metrics, capacity=settings.queue_size)
+        self.admission = Admission(
+            engine, self.metrics, capacity=settings.queue_size, timeout_seconds=settings.queue_timeout
+        )
         self.app = create_app(settings, engine, self.metrics, self.admission)
         self.server = make_server(self.app)
         self.port = 0
@@ -70,11 +72,11 @@ class ServerRig:
             arguments["json"] = body
         return await self.http.post(CHAT, **arguments)
 
-    async def connect(self, body: dict[str, Any]) -> RawRequest:
-        """Sends a chat request over a connection of its own, which the test may close at any moment."""
+    async def connect(self, body: dict[str, Any], path: str = CHAT) -> RawRequest:
+        """Sends a request over a connection of its own, which the test may close at any moment."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         payload = json.dumps(body).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
         await writer.drain()
         return RawRequest(reader, writer)

@@ -30,7 +30,7 @@ async def test_stream_is_byte_for_byte_what_clients_expect(rig: ServerRig) -> No
         '"predicted_per_second":8.0}}\n\n'
     )
     assert reply.text == (
-        head + '{"role":"assistant","content":""}' + tail + head + '{"content":"Hel"}' + tail
+        head + '{"role":"assistant","content":null}' + tail + head + '{"content":"Hel"}' + tail
         + head + '{"content":"lo"}' + tail
         + head + '{},"logprobs":null,"finish_reason":"stop"}]' + timings
         + "data: [DONE]\n\n"
@@ -88,7 +88,7 @@ async def test_reasoning_has_both_names_and_never_shares_a_chunk_with_content(
     )
     deltas = [c["choices"][0]["delta"] for c in chunks_of((await rig.post(chat(stream=True))).text)]
     assert deltas == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": None},
         {"reasoning_content": "think", "reasoning": "think"},
         {"reasoning_content": " hard", "reasoning": " hard"},
         {"content": "an"},
@@ -160,7 +160,7 @@ async def test_text_that_needs_escaping_survives(start_server: StartServer) -> N
     deltas: list[Any] = [
         c["choices"][0]["delta"].get("content") for c in chunks_of((await rig.post(chat(stream=True))).text)
     ]
-    assert deltas == ["", *texts, None]
+    assert deltas == [None, *texts, None]
 
 
 async def test_path_without_v1_answers_too(rig: ServerRig) -> None:
@@ -211,7 +211,7 @@ async def test_messages_reach_the_engine_in_its_form(rig: ServerRig) -> None:
     assert json.loads(request.messages_json) == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": "r"},
         {"role": "user", "content": "c"},
     ]
     assert request.max_tokens is None

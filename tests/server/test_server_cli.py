@@ -123,6 +123,19 @@ def test_settings_of_the_expert_cache_reach_the_engine(tmp_path: Path) -> None:
     assert 20 * 2**20 < configure.front_end_bytes < 2**30
 
 
+@pytest.mark.parametrize(
+    ("size", "n_bytes"), [("auto", -1), (" Auto ", -1), ("0", 0), ("256MiB", 256 * 2**20), (None, -1)]
+)
+def test_settings_of_the_prompt_cache_reach_the_engine(
+    tmp_path: Path, size: str | None, n_bytes: int
+) -> None:
+    given = {"prompt_cache_dir": "kept"} | ({} if size is None else {"prompt_cache_size": size})
+    configure = to_configure(load_settings(given), tmp_path / "m.gguf")
+    assert configure.prompt_cache_bytes == n_bytes
+    assert configure.prompt_cache_dir == str(Path.cwd() / "kept")
+    assert to_configure(load_settings({}), tmp_path / "m.gguf").prompt_cache_dir is None
+
+
 def test_unset_settings_leave_the_choice_to_the_engine(tmp_path: Path) -> None:
     configure = to_configure(load_settings({}), tmp_path / "m.gguf")
     assert (configure.memory_budget_bytes, configure.n_batch) == (0, 0)

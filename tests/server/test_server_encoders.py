@@ -39,7 +39,7 @@ def test_stream_and_whole_answer_hold_the_same_text(
     chunks = chunks_of(text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     whole = builder.finish()["choices"][0]["message"]
-    assert "".join(delta.get("content", "") for delta in deltas) == whole["content"]
+    assert "".join((delta.get("content") or "") for delta in deltas) == whole["content"]
     for name in ("reasoning", "reasoning_content"):
         assert "".join(delta.get(name, "") for delta in deltas) == whole.get(name, "")
     assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]

@@ -72,11 +72,13 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content"),
         (message(content=[{"type": "text"}]), "messages[0].content"),
         (message(content=["text"]), "messages[0].content"),
-        (message(role="tool"), "messages[0].role"),
+        (message(role="tool"), "messages[0]"),
+        (message(role="function"), "messages[0].role"),
         (message(role="wizard {x}"), "messages[0].role"),
         (message(role=1), "messages[0].role"),
         (message(role=None), "messages[0].role"),
-        (message(role="assistant", tool_calls=[{"id": "x"}]), "messages[0]"),
+        (message(tool_calls=[{"id": "x", "function": {"name": "f", "arguments": "{}"}}]), "messages[0]"),
+        (message(role="assistant", function_call={"name": "f"}), "messages[0].function_call"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": True}, "temperature"),
@@ -109,13 +111,32 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"stream_options": []}, "stream_options"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"model": 5}, "model"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
         ({"n": 0}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"n": True}, "n"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"reasoning_format": "none"}, "reasoning_format"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {str(i): i for i in range(65)}}, "chat_template_kwargs"),
+        ({"enable_thinking": "false"}, "enable_thinking"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"return_progress": 1}, "return_progress"),
     ],
 )
 async def test_wrong_field_is_named(rig: ServerRig, fields: dict[str, Any], param: str) -> None:
@@ -124,6 +145,55 @@ async def test_wrong_field_is_named(rig: ServerRig, fields: dict[str, Any], para
         text = assert_invalid(reply, "invalid_value", param)
         assert param in text
     assert rig.engine.requests == []
+
+
+HUGE = 10**400
+DEEP = b"[" * 700 + b"]" * 700
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            b'{"messages": [{"role": "user", "content": "hi"}], "%s": %d}' % (name, sign * HUGE)
+            for name in (b"temperature", b"top_k", b"n", b"top_logprobs", b"max_tokens", b"repeat_penalty")
+            for sign in (1, -1)
+        ),
+        *(
+            b'{"messages": [{"role": "user", "content": "hi"}], "%s": %s}' % (name, DEEP)
+            for name in (
+                b"tools",
+                b"chat_template_kwargs",
+                b"response_format",
+                b"logit_bias",
+                b"s2moe",
+                b"stop",
+            )
+        ),
+        b'{"messages": [{"role": "user", "content": %s}]}' % DEEP,
+        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]}' % DEEP,
+        b'{"messages": [{"role": %s, "content": "hi"}]}' % DEEP,
+        b'{"messages": %s}' % DEEP,
+        b'{"messages": [%s]}' % b",".join([b'{"role": "user", "content": ""}'] * 2049),
+        b'{"messages": [%s]}' % b",".join([b"0"] * 100_000),
+        b'{"messages": [{"role": "user", "content": "hi"}], "tools": [%s]}' % b",".join([b"{}"] * 100_000),
+        b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {%s}}'
+        % b",".join(b'"x%d": 1' % i for i in range(50_000)),
+        b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
+        b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": %d}}' % 10**4000,
+    ],
+    ids=lambda body: body[-40:].decode(errors="replace"),
+)
+async def test_hostile_body_is_a_4xx_and_soon(rig: ServerRig, body: bytes) -> None:
+    async with asyncio.timeout(5):
+        reply = await rig.post(content=body)
+    if reply.status_code != 200:
+        assert_error(
+            reply, 400, "invalid_request_error", reply.json()["error"]["code"], reply.json()["error"]["param"]
+        )
+    assert len(reply.content) < 2000
+    assert (await rig.post(chat())).status_code == 200
 
 
 async def test_missing_messages_are_named(rig: ServerRig) -> None:
@@ -135,6 +205,10 @@ async def test_missing_messages_are_named(rig: ServerRig) -> None:
     [
         {"response_format": {"type": "text"}},
         {"logprobs": False, "top_logprobs": 0, "n": 1, "tools": [], "functions": None},
+        {"functions": [], "function_call": None, "tool_choice": "none", "parallel_tool_calls": True},
+        {"tool_choice": "auto", "stream_options": {"continuous_usage_stats": True}},
+        {"cache_prompt": False, "timings_per_token": True, "reasoning_format": "auto"},
+        {"max_tokens": 10**30, "json_schema": None, "guided_json": {}},
         {"seed": 2**70, "temperature": 2, "top_k": 0, "min_p": 0},
         {"stop": [], "logit_bias": {}, "user": "x", "metadata": {"a": [1]}, "store": True},
     ],
@@ -157,7 +231,7 @@ async def test_web_page_cannot_post_without_preflight(rig: ServerRig) -> None:
 
 
 async def test_unknown_route_and_wrong_method(rig: ServerRig) -> None:
-    for path in ("/v1/nothing", "/", "/v1/chat/completions/"):
+    for path in ("/v1/nothing", "/nothing", "/v1/chat/completions/"):
         assert_error(await rig.http.get(path), 404, "not_found_error", "not_found")
     reply = await rig.http.get(CHAT)
     assert_error(reply, 405, "invalid_request_error", "method_not_allowed")

@@ -64,7 +64,7 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
     by_trigger = [{"source": "disk", "trigger": t} for t in ("demand", "prefetch", "warmup")]
     pools = [
         {"pool": pool, "device": "host"}
-        for pool in ("weights", "kv", "compute", "expert_cache", "processes", "reserve")
+        for pool in ("weights", "kv", "compute", "expert_cache", "prompt_cache", "processes", "reserve")
     ]
     tier = [{"tier": "pageable"}]
     expected: dict[str, list[dict[str, str]]] = {

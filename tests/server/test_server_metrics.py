@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_engine import MODEL, FakeEngine, finished, started, step
+from fake_engine import MODEL, Action, FakeEngine, Generate, finished, started, step
 from prometheus_client.parser import text_string_to_metric_families
+from scripted_answers import call_steps
 from server_rig import CHAT, ServerRig, StartServer, chat
 
 from s2moe.engine.messages import EngineStats, Failed
@@ -34,6 +35,7 @@ FAMILIES = [
     "request_duration_seconds",
     "prompt_tokens",
     "generated_tokens",
+    "tool_call_parse",
     "request_prompt_tokens",
     "request_generated_tokens",
     "prompt_cache_lookups",
@@ -70,6 +72,7 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
         *(("prompt_cache_lookups_total", {"result": r}) for r in names.CACHE_RESULTS),
         *(("prompt_tokens_total", {"model": model, "source": s}) for s in ("computed", "cached")),
         *(("generated_tokens_total", {"model": model, "kind": k}) for k in names.TOKEN_KINDS),
+        *(("tool_call_parse_total", {"outcome": o}) for o in names.TOOL_CALL_OUTCOMES),
         *(("ipc_bytes_total", {"direction": d}) for d in names.DIRECTIONS),
         *(("ipc_messages_total", {"direction": d}) for d in names.DIRECTIONS),
         *(("engine_start_duration_seconds_count", {"phase": p}) for p in names.START_PHASES),
@@ -79,7 +82,8 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
             for c in names.CANCELLATION_CAUSES
         ),
         *(
-            ("requests_total", {"model": model, "api": "chat", "stream": s, "finish": f})
+            ("requests_total", {"model": model, "api": a, "stream": s, "finish": f})
+            for a in names.APIS
             for s in ("true", "false")
             for f in names.FINISHES
         ),
@@ -156,7 +160,9 @@ async def test_counters_are_right_after_requests(start_server: StartServer) -> N
     [
         ("context_length_exceeded", "context_length"),
         ("template_error", "template"),
-        ("invalid_grammar", "invalid_request"),
+        ("invalid_value", "invalid_request"),
+        ("invalid_grammar", "bad_schema"),
+        ("invalid_schema", "bad_schema"),
         ("insufficient_memory", "oom"),
         ("model_file_error", "model_file"),
         ("numeric_error", "numeric"),
@@ -169,6 +175,39 @@ async def test_failures_are_counted_by_reason(start_server: StartServer, code: s
     assert await rig.sample("s2moe_request_failures_total", reason=reason) == 1
     labels = {"model": "demo", "api": "chat", "stream": "false", "finish": "error"}
     assert await rig.sample("s2moe_requests_total", **labels) == 1
+
+
+async def test_tokens_and_outcomes_of_tool_calls_are_counted(start_server: StartServer) -> None:
+    def cut_on_second_try(request: Generate) -> list[Action]:
+        steps = list(call_steps(request, ("f", {"a": 1}), ("f", {})))
+        if len(rig.engine.requests) == 2:
+            steps = steps[:-1]
+        reason = "tool_calls" if len(rig.engine.requests) == 1 else "length"
+        return [
+            started(request),
+            step(request, "so"),
+            *steps,
+            finished(request, reason, tokens=1 + len(steps)),
+        ]
+
+    rig = await start_server(FakeEngine(cut_on_second_try))
+    body = chat(tools=[{"type": "function", "function": {"name": "f"}}])
+    n_tokens = 0
+    for _ in range(2):
+        n_tokens += (await rig.post(body)).json()["usage"]["completion_tokens"] - 1
+    assert await rig.sample("s2moe_generated_tokens_total", model="demo", kind="tool") == n_tokens
+    assert await rig.sample("s2moe_generated_tokens_total", model="demo", kind="content") == 2
+    assert await rig.sample("s2moe_tool_call_parse_total", outcome="ok") == 3
+    assert await rig.sample("s2moe_tool_call_parse_total", outcome="failed") == 1
+    labels = {"model": "demo", "api": "chat", "stream": "false"}
+    assert await rig.sample("s2moe_requests_total", **labels, finish="tool_calls") == 1
+    assert await rig.sample("s2moe_requests_total", **labels, finish="length") == 1
+
+
+async def test_request_that_is_refused_before_the_queue_is_counted(rig: ServerRig) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    await rig.post(chat(tools=tools, grammar='root ::= "a"'))
+    assert await rig.sample("s2moe_request_failures_total", reason="invalid_request") == 1
 
 
 async def test_engine_increments_add_up_and_gauges_are_replaced(rig: ServerRig) -> None:

@@ -74,7 +74,8 @@ async def test_right_key_is_let_in(start_server: StartServer, headers: dict[str,
 
 async def test_health_is_open(start_server: StartServer) -> None:
     rig = await start_server(api_key=KEY)
-    assert (await rig.http.get("/health")).status_code == 200
+    for path in ("/health", "/v1/health"):
+        assert (await rig.http.get(path)).status_code == 200
 
 
 PREFLIGHT = {

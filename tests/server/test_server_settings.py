@@ -81,6 +81,14 @@ def test_memory_budget_is_a_size_or_auto(text: str, n_bytes: int, config: Path) 
     assert load_settings({}, config).memory_budget == n_bytes
 
 
+@pytest.mark.parametrize("text", ["-1", "-2"])
+def test_size_of_the_prompt_cache_is_auto_by_name_only(text: str, config: Path) -> None:
+    config.write_text(f"prompt_cache_size = {text}\n")
+    assert error_of({}, config).startswith("`prompt_cache_size` in ")
+    config.write_text('prompt_cache_size = "auto"\n')
+    assert load_settings({}, config).prompt_cache_size == load_settings({}).prompt_cache_size == -1
+
+
 def error_of(cli: dict[str, object], config: Path | None = None) -> str:
     with pytest.raises(SettingsError) as caught:
         load_settings(cli, config)
@@ -104,6 +112,8 @@ def error_of(cli: dict[str, object], config: Path | None = None) -> str:
         ("memory_budget", "much", "--memory-budget"),
         ("memory_budget", "0", "--memory-budget"),
         ("memory_budget", "999999999999999999999", "--memory-budget"),
+        ("prompt_cache_size", "much", "--prompt-cache-size"),
+        ("prompt_cache_size", "-1", "--prompt-cache-size"),
         ("max_body_size", "2000TiB", "--max-body-size"),
         ("io", "mmap", "--io"),
         ("reader", "uring", "--reader"),

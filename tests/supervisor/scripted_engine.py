@@ -2,7 +2,8 @@
 
 `--starts a,b,c` gives the behaviour of the first, second, … start (the last one repeats), counted in
 `--count-file`; `--on-shutdown` how it takes Shutdown. What a request does is written in the request: its
-messages_json is a JSON list of actions, each `name` or `name:argument` (see `Engine.act`).
+messages_json is a JSON list of actions, each `name` or `name:argument` (see `Engine.act`). What a query does
+is written in its text (see `Engine.reply`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ from s2moe.engine.messages import (
     Plan,
     Pong,
     PrefillProgress,
+    QueryFailed,
     Ready,
     Shutdown,
     Started,
     Step,
+    Tokenize,
+    Tokenized,
     encode_frame,
 )
 
@@ -75,6 +79,8 @@ class Engine:
         self.aborted = threading.Event()
         self.requests: queue.Queue[Generate] = queue.Queue()
         self.running = ""
+        self.held: list[str] = []
+        """Ids of queries without a reply."""
         self.mute = False
         self.byte_by_byte = False
         self.pong_state = "loading"
@@ -119,6 +125,8 @@ class Engine:
                     self.running = message.request_id
                     self.aborted.clear()
                     self.requests.put(message)
+                elif isinstance(message, Tokenize):
+                    self.reply(message.query_id, *message.text.split(":"))
                 elif isinstance(message, Abort):
                     if message.request_id == self.running:
                         self.aborted.set()
@@ -171,6 +179,25 @@ class Engine:
             name, _, argument = action.partition(":")
             if not self.act(request.request_id, name, argument):
                 return
+
+    def reply(self, query_id: str, name: str, argument: str = "") -> None:
+        if name == "count":
+            self.send(Tokenized(query_id=query_id, tokens=list(range(int(argument)))))
+        elif name == "fail":
+            self.send(QueryFailed(query_id=query_id, code=argument, message="failed as told", param="text"))
+        elif name == "hold":
+            self.held.append(query_id)
+        elif name == "release":
+            for held in (*reversed(self.held), query_id):
+                self.send(Tokenized(query_id=held, tokens=[int(held)]))
+            self.held.clear()
+        elif name == "reply-of":
+            self.send(Tokenized(query_id=argument, tokens=[]))
+            self.send(Tokenized(query_id=query_id, tokens=[]))
+        elif name == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise ValueError(f"unknown query {name}")
 
     def act(self, request_id: str, name: str, argument: str) -> bool:
         """Returns False when the request has ended."""

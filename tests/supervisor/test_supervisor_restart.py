@@ -78,6 +78,13 @@ async def test_after_the_load_only_what_it_changed_is_logged(
         "not much",
         "after the load: most of the memory for this",
     ]
+    assert rig.supervisor.plan is not None
+    assert rig.supervisor.plan.lines[0] == "most of the memory for this", "as it was measured"
+
+
+async def test_without_a_plan_there_is_none_to_show(rig: Rig) -> None:
+    assert rig.supervisor.model is not None
+    assert rig.supervisor.plan is None
 
 
 async def test_kill_9_during_decode_is_noticed_at_once(rig: Rig) -> None:
