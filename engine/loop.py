@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL_SECONDS = 1.0
 IDLE_STATS_INTERVAL_SECONDS = 10.0
 """While nothing happens; a warm-up is reported as often as a request."""
-QUERY_END_SECONDS = 2.0
-"""How long an exit waits for the query that is being answered."""
 CAPABILITIES = [
     "chat",
     "grammar",
@@ -188,7 +186,7 @@ class Engine:
     def _close(self, model: Model) -> None:
         if self._warm_start is not None:
             self._warm_start.close()
-        if self._queries is not None and not self._queries.close(QUERY_END_SECONDS):
+        if self._queries is not None and not self._queries.close():
             os._exit(0)  # a thread is inside the model, which cannot be freed then
         model.close()
 

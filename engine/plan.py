@@ -185,19 +185,17 @@ class MemoryPlan:
 
     @property
     def prompt_cache_bytes(self) -> int:
-        """What was asked for; else a tenth of what is left beyond the floor, at most 1 GiB, but nothing that
-        the experts of one token need, or all of them where they fit."""
+        """What was asked for; else a tenth of what is left beyond the floor and the experts of one token, at
+        most 1 GiB, and nothing that all experts need where they fit."""
         if self.prompt_cache_size != AUTO_PROMPT_CACHE:
             return self.prompt_cache_size
         left_bytes = self._left_without_auto_bytes
         all_bytes = self.layout.all_slots_bytes
-        needed_bytes = next(
-            (n for n in (all_bytes, min(self.layout.cycle_bytes, all_bytes)) if n <= left_bytes), left_bytes
-        )
-        spare_bytes = max(0, left_bytes - max(needed_bytes, self.slots_floor_bytes))
+        least_bytes = max(self.slots_floor_bytes, min(self.layout.cycle_bytes, all_bytes))
+        spare_bytes = max(0, left_bytes - (all_bytes if left_bytes >= all_bytes else least_bytes))
         return min(
             MAX_AUTO_PROMPT_CACHE_BYTES,
-            max(0, left_bytes - self.slots_floor_bytes) // AUTO_PROMPT_CACHE_DIVISOR,
+            max(0, left_bytes - least_bytes) // AUTO_PROMPT_CACHE_DIVISOR,
             spare_bytes - _round_up(spare_bytes, RESERVE_DIVISOR),  # page tables of its own
         )
 

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from s2moe.engine.backlog import Backlog
 from s2moe.engine.chat_options import ChatOptions
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+END_SECONDS: Final = 2.0
+"""How long the end of the process waits for the query that is being answered."""
 Send = Callable[[FromEngine], None]
 TextQuery = Tokenize | Detokenize | ApplyTemplate
 _Asked = TypeVar("_Asked", bound=Query)
@@ -57,7 +59,7 @@ class QueryDesk:
         else:
             self._send(full(query))
 
-    def close(self, timeout_seconds: float) -> bool:
+    def close(self, timeout_seconds: float = END_SECONDS) -> bool:
         """Ends the thread; queries that wait stay unanswered. Returns False when the running one does not
         end in time, and then the model must not be freed."""
         with contextlib.suppress(queue.Empty):

@@ -3,10 +3,14 @@ embeddings.
 
 A question needs no place in `admission.Admission`, since the engine answers it beside a generation or between
 two, but any number may not wait either: their texts take memory.
+
+Requests are served one at a time, in the order of arrival. What waits has not been sent to the engine, so a
+client that leaves takes it along; and of long answers only one is being put together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import uuid
@@ -56,7 +60,9 @@ class Asking:
         self._capacity = capacity
         self._timeout_seconds = timeout_seconds
         self._n_open = 0
-        self._answer_seconds = 0.0
+        self._turn = asyncio.Lock()
+        self._service_seconds = 0.0
+        """Mean; 0 = not measured yet."""
 
     async def ask(self, request: Request, query: Query, kind: type[Reply]) -> Reply:
         """The reply to the only question of a request, of which nobody else keeps accounts. Raises what
@@ -80,16 +86,14 @@ class Asking:
             work.close()
             raise
         self._n_open += 1
-        began = time.monotonic()
         try:
             patience = self._timeout_seconds or None
-            result = await until_gone(request.receive, work, timeout_seconds=patience)
+            return await until_gone(request.receive, self._in_turn(work), timeout_seconds=patience)
         except TimeoutError:
             raise AnswerTimeoutError(self._timeout_seconds) from None
         finally:
+            work.close()  # if it was never its turn
             self._n_open -= 1
-        self._measure(time.monotonic() - began)
-        return result
 
     async def reply(self, query: Query, kind: type[Reply]) -> Reply:
         """The reply to `query`, which is of type `kind`. Raises what EngineClient.ask() raises."""
@@ -98,6 +102,13 @@ class Asking:
             message = f"The engine answered {type(query).__name__} with {type(reply).__name__}."
             raise ServerError(message, code="engine_error")
         return reply
+
+    async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
+        async with self._turn:
+            began = time.monotonic()
+            result = await work
+            self._measure(time.monotonic() - began)
+            return result
 
     def _check(self) -> None:
         if self._admission.draining:
@@ -108,11 +119,11 @@ class Asking:
             raise QueueFullError(self._capacity, self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
-        return min(_LONGEST_RETRY_SECONDS, max(1, math.ceil(self._answer_seconds)))
+        return min(_LONGEST_RETRY_SECONDS, max(1, math.ceil(self._service_seconds)))
 
     def _measure(self, seconds: float) -> None:
-        weight = _EWMA_WEIGHT if self._answer_seconds else 1.0
-        self._answer_seconds += weight * (seconds - self._answer_seconds)
+        weight = _EWMA_WEIGHT if self._service_seconds else 1.0
+        self._service_seconds += weight * (seconds - self._service_seconds)
 
 
 def new_query_id() -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from s2moe.engine.messages import Generate, ModelInfo
 from s2moe.server.answering import Answering, Job
-from s2moe.server.completion_job import seeded
+from s2moe.server.completion_job import check_generates, seeded
 from s2moe.server.errors import InvalidRequestError, NotFoundError
 from s2moe.server.schema.chat import ChatRequest
 from s2moe.server.schema.chat_message import ChatMessage
@@ -61,8 +61,7 @@ def chat_job(answering: Answering, body: ChatRequest, api: str) -> Job:
 def chat_wire(answering: Answering, body: ChatRequest) -> tuple[bytes, bytes]:
     """`messages_json` and `chat_options_json` of Generate and ApplyTemplate. Raises ApiError."""
     model = answering.client.model
-    if model is not None and model.gives_embeddings:
-        raise InvalidRequestError("This model gives embeddings and does not answer.", param="model")
+    check_generates(model)
     tools = offered_tools(body)
     check_fit(body.messages, tools, model)
     messages = _wire_messages(body.messages)

@@ -24,12 +24,7 @@ def completion_job(body: CompletionRequest, model: ModelInfo | None) -> Job:
     if (problem := body.problem()) is not None:
         param, message = problem
         raise InvalidRequestError(f"Invalid value for `{param}`: {message}.", param=param)
-    if model is not None and model.gives_embeddings:
-        raise InvalidRequestError(
-            f"The model {model.name} gives embeddings and continues no text; use /v1/embeddings.",
-            code="unsupported_model",
-            param="model",
-        )
+    check_generates(model)
     for prompt in body.prompt:
         _check_prompt(prompt, model)
     sampling = body.to_sampling()
@@ -40,6 +35,17 @@ def completion_job(body: CompletionRequest, model: ModelInfo | None) -> Job:
             for prompt in body.prompt
             for index in range(body.n_choices_per_prompt)
         ],
+    )
+
+
+def check_generates(model: ModelInfo | None) -> None:
+    """Raises InvalidRequestError for a model that gives embeddings only."""
+    if model is None or not model.gives_embeddings:
+        return
+    raise InvalidRequestError(
+        f"The model {model.name} gives embeddings and generates no text; use /v1/embeddings.",
+        code="unsupported_model",
+        param="model",
     )
 
 

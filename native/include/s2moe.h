@@ -716,8 +716,8 @@ S2MOE_API void s2moe_answer_free(s2moe_answer * answer);
  *                  one, come once, with the first piece of a call; indices never go back
  *
  * Text that may still turn out to be markup is held back until it is decided. At the end, one character of it
- * counts as text, more is the beginning of a tag and is dropped. An answer that does not fit its template is content from
- * there on, up to the first tag of calls behind it; tags of reasoning inside content are taken out; behind a call
+ * counts as text, more is the beginning of a tag and is dropped. An answer that does not fit its template is content
+ * from there on, up to the first tag of calls behind it; tags of reasoning inside content are taken out; behind a call
  * nothing is content. The arguments of a call that is cut off are as they were written. What is returned does not
  * depend on how the text was cut into pieces.
  * Errors: S2MOE_ERROR_INTERNAL.

@@ -83,7 +83,7 @@ rendered render_forced(const s2moe_chat & chat, const common_chat_templates_inpu
         return out;
     }
     const common_chat_params schema = apply(COMMON_CHAT_TOOL_CHOICE_NONE, true);
-    if (schema.generation_prompt != out.params.generation_prompt) {
+    if (schema.generation_prompt != out.params.generation_prompt || (call.empty() && schema.grammar.empty())) {
         throw failure(S2MOE_ERROR_UNSUPPORTED, "json_schema and tools do not go together in this chat template");
     }
     out.params.grammar =
@@ -251,9 +251,8 @@ int32_t s2moe_chat_apply(const s2moe_chat * chat, const char * request_json, cha
 }
 
 int32_t s2moe_chat_source(const s2moe_chat * chat, char ** source) {
-    return s2moe::guard(S2MOE_ERROR_INTERNAL, [&] {
-        *source = s2moe::copy_string(common_chat_templates_source(chat->templates.get()));
-    });
+    return s2moe::guard(S2MOE_ERROR_INTERNAL,
+                        [&] { *source = s2moe::copy_string(common_chat_templates_source(chat->templates.get())); });
 }
 
 s2moe_answer * s2moe_answer_create(const char * chat_json) {

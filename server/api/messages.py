@@ -68,7 +68,7 @@ def router(answering: Answering, asking: Asking) -> APIRouter:
             methods=["POST"],
             summary="Number of prompt tokens of a message",
             response_model=TokenCount,
-            responses=message_error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503),
+            responses=message_error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503, 504),
             openapi_extra=request_body(CountTokensRequest),
             include_in_schema=shown,
         )

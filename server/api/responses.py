@@ -68,7 +68,7 @@ def router(answering: Answering, asking: Asking) -> APIRouter:
             methods=["POST"],
             summary="Number of input tokens of a response",
             response_model=ResponseInputTokens,
-            responses=error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503),
+            responses=error_responses(400, 401, 404, 408, 413, 415, 429, 500, 503, 504),
             openapi_extra=request_body(ResponsesRequest),
             include_in_schema=shown,
         )

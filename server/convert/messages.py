@@ -25,6 +25,7 @@ BILLING_PREFIX: Final = "x-anthropic-billing-header"
 _FIELDS: Final = {
     "max_completion_tokens": "max_tokens",
     "enable_thinking": "thinking",
+    "reasoning_effort": "output_config.effort",
     "tool_choice.function": "tool_choice",
 }
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -44,6 +45,7 @@ def to_chat(body: CountTokensRequest) -> ChatForm:
         "messages": conversation.messages,
         "tools": [_chat_tool(tool) for tool in tools] or None,
         "enable_thinking": _enable_thinking(body.thinking),
+        "reasoning_effort": body.output_config.effort if body.output_config else None,
     }
     choice = body.tool_choice
     if choice is not None and (tools or choice.type in ("any", "tool")):
@@ -133,7 +135,7 @@ def _is_custom(tool: MessagesTool) -> bool:
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
 def _chat_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:

@@ -27,6 +27,16 @@ _USE_RESPONSE_FORMAT = refuse("use `response_format`")
 _REFUSED = "refused where set: use response_format"
 
 
+def _check_modalities(value: object) -> None:
+    if value and value != ["text"]:
+        raise fail('this server answers in text only; leave it out or send ["text"]')
+
+
+def _check_search(value: object) -> None:
+    if value is not None:  # an empty object asks for a search, too
+        raise fail("this server searches nothing; offer a search as one of `tools`")
+
+
 def _check_variables(value: object) -> object:
     if value is None:
         return value
@@ -111,6 +121,17 @@ class ChatRequest(SamplingFields):
     )
     guided_grammar: Annotated[Any, refuse("use `grammar`")] = Field(
         None, description="refused where set: use grammar"
+    )
+    regex: Annotated[Any, refuse("use `grammar`")] = Field(None, description="refused where set: use grammar")
+    ebnf: Annotated[Any, refuse("use `grammar`")] = Field(None, description="refused where set: use grammar")
+    modalities: Annotated[Any, BeforeValidator(_check_modalities)] = Field(
+        None, description="only text: there are no spoken answers"
+    )
+    audio: Annotated[Any, refuse("answers are text")] = Field(
+        None, description="refused where set: there are no spoken answers"
+    )
+    web_search_options: Annotated[Any, BeforeValidator(_check_search)] = Field(
+        None, description="refused where set, also as an empty object: offer a search as one of tools"
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,

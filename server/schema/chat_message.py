@@ -9,7 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from s2moe.server.schema.json_value import is_too_deep, refuse
 from s2moe.server.schema.sampling import fail
+from s2moe.server.schema.text_parts import join_parts
 
+_TEXTS = {"text": "text", "refusal": "refusal"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CALLS = 128
 """Tool calls of one message."""
@@ -25,22 +27,8 @@ def _check_role(value: object) -> object:
     return value
 
 
-def _join_parts(value: object) -> object:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise fail("content is a string, null or a list of text parts")
-    texts: list[str] = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
-            named = f"of type {kind[:40]!r}" if isinstance(kind, str) else "without a type"
-            raise fail(f"part {index} {named} is not supported; this model reads text parts only")
-        text = part.get(kind)
-        if not isinstance(text, str):
-            raise fail(f"part {index} has no string `{kind}`")
-        texts.append(text)
-    return "".join(texts)
+def _join_content(value: object) -> object:
+    return join_parts(value, _TEXTS)
 
 
 def _check_arguments(value: object) -> object:
@@ -93,7 +81,7 @@ class ChatMessage(BaseModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)
     ] = Field(description="developer means system; tool = the result of a call")
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_join_parts)] = Field(
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_join_content)] = Field(
         None, description="text, null (allowed for the assistant), or text parts, which are joined"
     )
     name: str | None = Field(None, description="of the tool, for the role tool; else accepted and ignored")

@@ -80,6 +80,8 @@ class CompletionRequest(SamplingFields):
     guided_regex: Annotated[Any, _NO_SCHEMA] = Field(None, description=_REFUSED)
     guided_choice: Annotated[Any, _NO_SCHEMA] = Field(None, description=_REFUSED)
     guided_grammar: Annotated[Any, _NO_SCHEMA] = Field(None, description=_REFUSED)
+    regex: Annotated[Any, _NO_SCHEMA] = Field(None, description=_REFUSED)
+    ebnf: Annotated[Any, _NO_SCHEMA] = Field(None, description=_REFUSED)
 
     @property
     def wants_usage_chunk(self) -> bool:

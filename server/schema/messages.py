@@ -113,6 +113,7 @@ class MessagesTool(BaseModel):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(None, description="JSON schema of the input")
+    strict: bool | None = Field(None, description="as of a function of chat completions")
 
 
 class MessagesToolChoice(BaseModel):
@@ -149,6 +150,9 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     format: OutputFormat | None = Field(None, description="schema that the answer's text matches")
+    effort: str | None = Field(
+        None, description="as reasoning_effort of chat completions, which the chat template sees"
+    )
 
 
 class CountTokensRequest(SamplingFields):

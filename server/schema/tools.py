@@ -97,8 +97,8 @@ class JsonSchemaFormat(BaseModel):
     )
     strict: bool | None = Field(
         None,
-        description="accepted: the content matches the schema with and without it, and a schema with a part "
-        "that cannot be enforced is refused",
+        description="accepted: the content matches the schema with and without it, as far as a grammar can "
+        "hold it; docs/api.md has the keywords that are refused and those that are not enforced",
     )
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from s2moe.engine.messages import TokenLogprob, TopLogprob
+from s2moe.server.stream.chat_logprobs import LEAST_LOGPROB
 
-LEAST_LOGPROB: Final = -9999.0
-"""JSON has no infinity."""
 _FIRST_INNER_BYTE: Final = 0x80
 _FIRST_LEADING_BYTE: Final = 0xC0
 

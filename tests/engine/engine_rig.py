@@ -52,6 +52,8 @@ class EngineProcess:
         options.setdefault("keep_expert_counts", False)
         # most tests want the same text and counts whatever is in the expert cache
         options.setdefault("speculation", wire.Speculation(method="off"))
+        # and evaluate what they ask
+        options.setdefault("prompt_cache_bytes", 0)
         self.send(wire.Configure(model_path=str(model), **options))  # type: ignore[arg-type]
         last = self.receive_until(wire.Ready, wire.Fatal)[-1]
         assert isinstance(last, wire.Ready | wire.Fatal)

@@ -52,12 +52,24 @@ def test_demo_model_within_a_budget(tiny_model_path: Path) -> None:
     assert found["reader"]["io"] == "direct"
 
 
+def test_prompt_cache_is_part_of_the_plan(tiny_model_path: Path) -> None:
+    budget = ("--memory-budget", "330MiB", "--ctx", "1024")
+    pools = [
+        inspect(tiny_model_path, *budget, *flags)["plan"]["pools"]
+        for flags in ((), ("--prompt-cache-size", "0"), ("--prompt-cache-size", "5MiB"))
+    ]
+    automatic, none, chosen = (each["prompt_cache"] for each in pools)  # type: ignore[index]
+    assert 0 < automatic < 5 * MIB == chosen
+    assert none == 0
+
+
 def test_text_names_what_the_plan_consists_of(tiny_model_path: Path) -> None:
     result = run_inspect(tiny_model_path, "--memory-budget", "330MiB", "--ctx", "1024")
     assert result.returncode == 0, result.stderr
     rows = {line[:14].strip(): line[15:] for line in result.stdout.splitlines()}
     assert list(rows) == [
-        *("model", "architecture", "file", "experts", "dense weights", "KV cache", "compute", "processes"),
+        *("model", "architecture", "file", "experts", "dense weights", "KV cache", "compute"),
+        *("prompt cache", "processes"),
         *("budget", "floor", "full", "slots", "cliff", "reads", "speed"),
     ]
     assert "8 per layer, 2 per token" in rows["experts"]

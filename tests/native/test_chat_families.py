@@ -19,6 +19,11 @@ PARIS = ("get_weather", {"city": 'Paris "Nord" <b>', "days": 2})
 UTC = ("get_weather_time", {"zone": "UTC"})
 
 
+THINKERS = [name for name, family in FAMILIES.items() if family.thought is not None]
+PARALLEL = [name for name, family in FAMILIES.items() if family.parallel]
+TALKERS = [name for name, family in FAMILIES.items() if family.content_before_calls is not None]
+
+
 @pytest.fixture(scope="module")
 def library() -> Library:
     return Library()
@@ -62,18 +67,17 @@ def test_content_where_calls_are_possible(library: Library, family: Family) -> N
     assert answer.calls == []
 
 
+@pytest.mark.parametrize("family", THINKERS, indirect=True)
 def test_reasoning(library: Library, family: Family) -> None:
-    if family.thought is None:
-        pytest.skip("the family has no reasoning")
     text = family.answer(CONTENT, REASONING)
     for chat in (chat_of(library, family), with_tools(library, family)):
         answer = assert_any_cut_is_the_same(library, chat, text)
         assert (answer.content.strip(), answer.reasoning.strip()) == (CONTENT, REASONING)
 
 
+@pytest.mark.parametrize("family", THINKERS, indirect=True)
 def test_reasoning_that_is_cut_off(library: Library, family: Family) -> None:
-    if family.thought is None:
-        pytest.skip("the family has no reasoning")
+    assert family.thought is not None
     text = family.thought[0] + REASONING
     answer = assert_any_cut_is_the_same(library, chat_of(library, family), text)
     assert (answer.content, answer.reasoning.strip()) == ("", REASONING)
@@ -87,18 +91,16 @@ def test_one_call(library: Library, family: Family) -> None:
     assert (answer.content.strip(), answer.reasoning.strip()) == ("", reasoning)
 
 
+@pytest.mark.parametrize("family", PARALLEL, indirect=True)
 def test_two_calls(library: Library, family: Family) -> None:
-    if not family.parallel:
-        pytest.skip("the family makes one call at a time")
     text = family.answer(calls=[PARIS, UTC])
     answer = assert_any_cut_is_the_same(library, with_tools(library, family), text)
     assert_calls(answer, family, PARIS, UTC)
     assert answer.content.strip() == ""
 
 
+@pytest.mark.parametrize("family", PARALLEL, indirect=True)
 def test_only_one_call_where_more_are_not_wanted(library: Library, family: Family) -> None:
-    if not family.parallel:
-        pytest.skip("the family makes one call at a time")
     chat = chat_of(library, family, tools=[WEATHER, TIME], parallel_tool_calls=False)
     answer = assert_any_cut_is_the_same(library, chat, family.answer(calls=[UTC, PARIS]))
     assert [call.name for call in answer.calls] == ["get_weather_time"]
@@ -106,9 +108,8 @@ def test_only_one_call_where_more_are_not_wanted(library: Library, family: Famil
     assert_no_markup(answer, family)
 
 
+@pytest.mark.parametrize("family", TALKERS, indirect=True)
 def test_content_before_calls(library: Library, family: Family) -> None:
-    if family.content_before_calls is None:
-        pytest.skip("the family writes nothing before calls")
     calls = [PARIS, UTC] if family.parallel else [UTC]
     answer = assert_any_cut_is_the_same(
         library, with_tools(library, family), family.answer(PLAIN, calls=calls)

@@ -112,6 +112,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}},
         "#: has more than 200 properties",
     ),
+    "many optional": (
+        {"anyOf": [{"properties": {f"p{i}": {} for i in range(190)}} for _ in range(10)]},
+        "too many objects with many properties",
+    ),
     "deep": (deep(60), "nested deeper than 48"),
 }
 

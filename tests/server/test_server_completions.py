@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 from fake_engine import MODEL, Action, FakeEngine, Generate, finished, started, step
-from server_rig import ServerRig, StartServer, chunks_of, events_of
+from server_rig import ServerRig, StartServer, chat, chunks_of, events_of
 from test_server_errors import assert_error, assert_invalid
 
 from s2moe.engine.messages import Detokenize, Failed
@@ -307,6 +307,8 @@ async def test_requests_are_counted_under_their_api(rig: ServerRig) -> None:
         ({"stop": [""]}, "stop"),
         ({"s2moe": {"sped": 1}}, "s2moe"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"regex": "a+"}, "regex"),
+        ({"ebnf": "root ::= 'a'"}, "ebnf"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
@@ -349,7 +351,8 @@ async def test_prompt_that_cannot_fit_is_refused_before_it_waits(
 
 async def test_model_for_embeddings_continues_nothing(start_server: StartServer) -> None:
     rig = await start_server(FakeEngine(model=msgspec.structs.replace(MODEL, gives_embeddings=True)))
-    assert "/v1/embeddings" in assert_invalid(await complete(rig, prompt="a"), "unsupported_model", "model")
+    for reply in (await complete(rig, prompt="a"), await rig.post(chat())):
+        assert "/v1/embeddings" in assert_invalid(reply, "unsupported_model", "model")
 
 
 async def test_other_model_is_404_only_when_the_server_is_strict(start_server: StartServer) -> None:

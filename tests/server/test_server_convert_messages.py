@@ -236,6 +236,7 @@ def test_counting_needs_no_limit() -> None:
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"temperature": 3}, "temperature"),
         ({"thinking": {"type": "some"}}, "thinking.type"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
         ({"tools": [{"type": "bash_20250124"}, {"input_schema": {}}]}, "tools[1].name"),
         ({"tools": [{"type": "bash_20250124"}, tool("not a name")]}, "tools[1].name"),
         ({"tools": [tool("f") | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
@@ -250,6 +251,13 @@ def test_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     named, message = error_of(**fields)
     assert named == param
     assert f"`{param}`" in message
+
+
+def test_effort_and_strict_tools_reach_the_chat_request() -> None:
+    body = form_of(output_config={"effort": "high"}, tools=[tool("f", strict=True), tool("g")]).request()
+    assert body.reasoning_effort == "high"
+    assert [each.function.strict for each in body.tools or ()] == [True, None]
+    assert form_of(tools=[tool("f")]).request().reasoning_effort is None
 
 
 def test_image_is_refused_with_a_reason() -> None:

@@ -176,6 +176,13 @@ async def test_openapi_document_describes_each_body(rig: ServerRig, path: str, f
     assert {"400", "401", "413", "429", "500", "503"} <= set(operation["responses"])
 
 
+async def test_openapi_document_has_a_timeout_for_all_that_waits_for_the_engine(rig: ServerRig) -> None:
+    document = (await rig.http.get("/openapi.json")).json()
+    posts = {path: item["post"] for path, item in document["paths"].items() if "post" in item}
+    assert len(posts) > 8
+    assert [path for path, post in posts.items() if "504" not in post["responses"]] == []
+
+
 async def test_openapi_document_refuses_two_schemas_of_one_name() -> None:
     class Health(BaseModel):
         """Another one than that of /health."""

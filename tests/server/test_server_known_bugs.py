@@ -104,7 +104,18 @@ KNOWN_BUGS: tuple[tuple[str, str, str], ...] = (
     ),
     # grammar and schema
     ("L#19051: a bad pattern is ignored", HERE, "test_schema_that_the_engine_refuses_is_a_400"),
+    ("L#19051: the same, by its place", "native/test_chat_schemas.py", "test_schema_is_refused_by_its_place"),
     ("L#11544: a grammar is ignored", HERE, "test_grammar_reaches_the_engine"),
+    (
+        "L#12276, V#44012, V#47027, mlx-serve#331, maclocal-api#44: a schema binds the thinking, too",
+        "native/test_chat_sampling.py",
+        "test_reasoning_is_free_of_the_schema",
+    ),
+    (
+        "V#11484: a grammar and speculation crash",
+        "native/test_chat_sampling.py",
+        "test_constrained_answers_are_the_same_with_speculation",
+    ),
     # reasoning
     (
         "ollama#12628, V#27755: which name reasoning has",
@@ -134,6 +145,11 @@ KNOWN_BUGS: tuple[tuple[str, str, str], ...] = (
         "L PR 20623, claude-code#50085: a line that changes begins the system prompt",
         HERE,
         "test_billing_line_of_the_system_prompt_does_not_reach_the_engine",
+    ),
+    (
+        "0xku/kon#4: two conversations evict each other",
+        "engine/test_prompt_cache.py",
+        "test_two_conversations_alternate",
     ),
     # concurrency and queue
     (
@@ -173,11 +189,22 @@ KNOWN_BUGS: tuple[tuple[str, str, str], ...] = (
         STREAM,
         "test_comments_are_sent_before_the_first_token",
     ),
+    # speculation
+    (
+        "lmstudio-ai/lms#610: a draft that fails is a 500",
+        "engine/test_decoder.py",
+        "test_step_that_fails_at_a_grammar_is_one_plain_token",
+    ),
     # memory
     (
         "L#27162: running out of memory is reported as something else",
         "supervisor/test_supervisor_restart.py",
         "test_memory_exhaustion_in_stderr_is_reported_as_oom",
+    ),
+    (
+        "L#27872: a plan that does not fit is a warning, then the process is killed",
+        "engine/test_plan.py",
+        "test_refusal_has_the_arithmetic_and_the_remedies",
     ),
 )
 """(report: what went wrong, file below tests, test). Left out are reports about what this server does not
@@ -276,6 +303,7 @@ async def test_image_is_a_400_that_names_the_part(rig: ServerRig) -> None:
     assert error["param"] == "messages[0].content"
     assert "part 1" in error["message"]
     assert "image_url" in error["message"]
+    assert "images are not supported" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

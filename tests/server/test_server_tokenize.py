@@ -264,14 +264,16 @@ class SlowEngine(FakeEngine):
 async def test_so_many_questions_may_wait(start_server: StartServer) -> None:
     engine = SlowEngine()
     rig = await start_server(engine, queue_size=2)
-    waiting = [asyncio.create_task(ask(rig, "/tokenize", content="a")) for _ in range(3)]
-    await until(lambda: engine.n_asked == 3)
-    reply = await ask(rig, "/detokenize", tokens=[1])
-    assert_error(reply, 429, "rate_limit_error", "queue_full")
-    assert int(reply.headers["retry-after"]) >= 1
+    waiting = [asyncio.create_task(ask(rig, "/tokenize", content="a")) for _ in range(4)]
+    await until(lambda: any(task.done() for task in waiting))
+    (refused,) = [task for task in waiting if task.done()]
+    assert_error(refused.result(), 429, "rate_limit_error", "queue_full")
+    assert int(refused.result().headers["retry-after"]) >= 1
     assert await rig.sample("s2moe_requests_rejected_total", reason="queue_full") == 1
+    assert engine.n_asked == 1
     engine.go_on.set()
-    assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200] * 3
+    statuses = [reply.status_code for reply in await asyncio.gather(*waiting)]
+    assert sorted(statuses) == [200, 200, 200, 429]
     assert (await ask(rig, "/detokenize", tokens=[1])).status_code == 200
 
 
@@ -283,6 +285,23 @@ async def test_client_that_leaves_takes_its_question_back(start_server: StartSer
     await until(lambda: engine.n_dropped == 1)
     engine.go_on.set()
     assert (await ask(rig, "/tokenize", content="a")).status_code == 200
+
+
+async def test_question_whose_client_leaves_before_its_turn_never_reaches_the_engine(
+    start_server: StartServer,
+) -> None:
+    engine = SlowEngine()
+    rig = await start_server(engine)
+    first = asyncio.create_task(ask(rig, "/tokenize", content="a"))
+    await until(lambda: engine.n_asked == 1)
+    with pytest.raises(httpx.ReadTimeout):
+        await rig.http.post("/tokenize", json={"content": "b"}, timeout=0.2)
+    last = asyncio.create_task(ask(rig, "/tokenize", content="c"))
+    await asyncio.sleep(0.2)
+    assert engine.n_asked == 1
+    engine.go_on.set()
+    assert [reply.status_code for reply in await asyncio.gather(first, last)] == [200, 200]
+    assert (engine.n_asked, engine.n_dropped) == (2, 0)
 
 
 async def test_question_that_takes_too_long_is_given_up(start_server: StartServer) -> None:

@@ -62,7 +62,7 @@ class answer_parser {
 
     // Of the request.
     common_chat_format format;
-    std::string prefix; // what of the answer the prompt holds
+    std::string prefix;                    // what of the answer the prompt holds
     std::vector<common_peg_arena> parsers; // the first that accepts a text reads it
     std::vector<std::string> markers;
     std::vector<std::string> thinking_tags;
@@ -77,12 +77,12 @@ class answer_parser {
     std::string reasoning;
     std::vector<given_call> calls;
     reading last;
-    size_t good_end = 0;     // bytes that were read without failure
-    int depth = 0;           // open brackets
+    size_t good_end = 0; // bytes that were read without failure
+    int depth = 0;       // open brackets
     size_t too_deep_at = std::string::npos;
-    bool is_raw = false;     // the text has stopped fitting
-    bool is_closed = false;  // the rest is dropped
-    size_t raw_begin = 0;    // of what is held back since
+    bool is_raw = false;    // the text has stopped fitting
+    bool is_closed = false; // the rest is dropped
+    size_t raw_begin = 0;   // of what is held back since
 
     answer_delta add(std::string_view piece, bool final);
     reading read(size_t n_bytes) const;

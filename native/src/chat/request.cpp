@@ -10,7 +10,7 @@
 namespace s2moe {
 namespace {
 
-constexpr int depth_max = 200;         // of JSON; parsing, copying and printing it recurse
+constexpr int depth_max = 200; // of JSON; parsing, copying and printing it recurse
 constexpr size_t n_tools_max = 512;
 constexpr size_t tools_bytes_max = 1 << 20;
 constexpr size_t schema_bytes_max = 256 << 10;
@@ -116,13 +116,14 @@ std::vector<common_chat_msg> read_messages(common_json & request) {
 
 bool is_name(const std::string & name) {
     return !name.empty() && name.size() <= tool_name_bytes_max && std::all_of(name.begin(), name.end(), [](char c) {
-        return std::isalnum(static_cast<unsigned char>(c)) != 0 || std::string_view("_-.:/").find(c) != std::string::npos;
+        return std::isalnum(static_cast<unsigned char>(c)) != 0 ||
+               std::string_view("_-.:/").find(c) != std::string::npos;
     });
 }
 
 common_chat_tool read_tool(common_json & tool,
                            const std::string & place,
-                           int64_t & repetitions_left,
+                           schema_budget & budget,
                            std::vector<std::string> & unenforced) {
     if (!tool.is_object() || !given(tool, "function") || !tool.at("function").is_object() ||
         (given(tool, "type") && tool.at("type") != "function")) {
@@ -147,7 +148,7 @@ common_chat_tool read_tool(common_json & tool,
         reject(name, "must be a schema of an object");
     }
     const std::vector<std::string> lost =
-        prepare_schema(parameters, {name, read_bool(function, "strict", /* otherwise */ false), repetitions_left});
+        prepare_schema(parameters, {name, read_bool(function, "strict", /* otherwise */ false), budget});
     unenforced.insert(unenforced.end(), lost.begin(), lost.end());
     out.parameters = parameters.dump();
     return out;
@@ -165,9 +166,9 @@ void read_tools(common_json & request, chat_request & out) {
         reject("tools", "must be at most " + std::to_string(n_tools_max) + ", and 1 MiB of text");
     }
     std::set<std::string> names;
-    int64_t repetitions_left = n_repetitions_max;
+    schema_budget budget;
     for (size_t i = 0; i < tools.size(); ++i) {
-        out.inputs.tools.push_back(read_tool(tools.at(i), indexed("tools", i), repetitions_left, out.unenforced));
+        out.inputs.tools.push_back(read_tool(tools.at(i), indexed("tools", i), budget, out.unenforced));
         if (!names.insert(out.inputs.tools.back().name).second) {
             reject(indexed("tools", i) + ".function.name", "is that of another tool, too");
         }
@@ -175,10 +176,9 @@ void read_tools(common_json & request, chat_request & out) {
 }
 
 void read_tool_choice(const common_json & request, common_chat_templates_inputs & inputs) {
-    const std::string choice =
-        !given(request, "tool_choice")            ? "auto"
-        : request.at("tool_choice").is_string() ? request.at("tool_choice").get<std::string>()
-                                                : "";
+    const std::string choice = !given(request, "tool_choice")          ? "auto"
+                               : request.at("tool_choice").is_string() ? request.at("tool_choice").get<std::string>()
+                                                                       : "";
     if (choice != "auto" && choice != "none" && choice != "required") {
         reject("tool_choice", "must be auto, none or required");
     }
@@ -197,12 +197,10 @@ void read_schema(common_json & request, chat_request & out) {
         reject("json_schema", "cannot apply where tool_choice demands a call");
     }
     if (schema.dump_safe().size() > schema_bytes_max) {
-        throw failure(S2MOE_ERROR_GRAMMAR,
-                      "json_schema is longer than " + std::to_string(schema_bytes_max) + " bytes");
+        throw failure(S2MOE_ERROR_GRAMMAR, "json_schema is longer than " + std::to_string(schema_bytes_max) + " bytes");
     }
-    int64_t repetitions_left = n_repetitions_max;
-    const std::vector<std::string> lost =
-        prepare_schema(schema, {"json_schema", /* strict */ true, repetitions_left});
+    schema_budget budget;
+    const std::vector<std::string> lost = prepare_schema(schema, {"json_schema", /* strict */ true, budget});
     out.unenforced.insert(out.unenforced.end(), lost.begin(), lost.end());
     if (schema.empty()) {
         schema.set({"$comment", "any JSON"}); // an empty schema means "none" there

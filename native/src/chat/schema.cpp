@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <set>
 #include <string_view>
@@ -10,13 +9,15 @@
 #include "error.h"
 #include "grammar_text.h"
 #include "json-schema-to-grammar.h"
+#include "schema_numbers.h"
 #include "schema_refs.h"
+#include "schema_report.h"
 
 namespace s2moe {
 namespace {
 
 constexpr size_t n_nodes_max = 10000;  // schemas inside schemas
-constexpr size_t n_optional_max = 200; // properties of one object; the converter's time grows with their square
+constexpr size_t n_optional_max = 200; // properties of one object
 constexpr size_t name_bytes_max = 200; // the converter's regular expressions recurse over a name
 constexpr size_t pattern_bytes_max = 1024;
 constexpr int64_t n_characters_max = 2000; // llama.cpp's grammars count so far
@@ -37,10 +38,7 @@ constexpr std::array structural = {"not",
                                    "$dynamicRef",
                                    "$recursiveRef"};
 constexpr std::array combinations = {"anyOf", "oneOf", "allOf"};
-constexpr std::array value_limits = {"multipleOf", "minProperties", "maxProperties"};
-constexpr std::array number_limits = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"};
-constexpr std::array known_formats = {
-    "date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"};
+constexpr std::array known_formats = {"date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"};
 
 bool is_annotation(const std::string & key) {
     constexpr std::array known = {
@@ -65,55 +63,27 @@ std::string escaped(const std::string & name) {
 class preparation {
   public:
     preparation(common_json & root, const schema_options & options)
-        : root(root), options(options), refs(root, options.name) {
+        : root(root), report(options), refs(root, options.name) {
     }
 
     std::vector<std::string> run() {
         inline_root();
         node(root, "#", 0);
-        return std::move(unenforced);
+        return report.unenforced();
     }
 
   private:
     common_json & root;
-    const schema_options & options;
+    schema_report report;
     schema_refs refs;
-    std::vector<std::string> unenforced;
     std::set<std::string> seen; // paths; a schema that is reached twice is changed once, since changes move members
-
-    void note(const std::string & path, const std::string & key) {
-        if (unenforced.size() < 100) {
-            unenforced.push_back(options.name + " at " + path + ": " + key);
-        }
-    }
-
-    // A keyword that takes part in deciding what is valid and cannot be kept.
-    void lose(common_json & schema, const std::string & path, const char * key, const std::string & why) {
-        if (options.strict) {
-            refs.fail(path, std::string(key) + " " + why);
-        }
-        drop(schema, path, key);
-    }
-
-    // One that the converter would refuse, or take for something else, and that is left out wherever it stands.
-    void drop(common_json & schema, const std::string & path, const char * key) {
-        note(path, key);
-        schema.erase(key);
-    }
-
-    // One that the converter passes over.
-    void note_if_present(const common_json & schema, const std::string & path, const char * key) {
-        if (has(schema, key)) {
-            note(path, key);
-        }
-    }
 
     // Parsers of tool calls look for properties at the root.
     void inline_root() {
         if (root.is_object() && has(root, "$ref")) {
             const common_json target = refs.resolve_chain(root, "#");
             if (!target.is_object()) {
-                refs.fail("#", "must be an object");
+                report.fail("#", "must be an object");
             }
             root.erase("$ref");
             for (const auto & entry : target.items()) {
@@ -130,16 +100,16 @@ class preparation {
             schema = common_json::object();
         }
         if (schema.is_boolean()) {
-            refs.fail(path, "false, which nothing matches, cannot be written as a grammar");
+            report.fail(path, "false, which nothing matches, cannot be written as a grammar");
         }
         if (!schema.is_object()) {
-            refs.fail(path, "must be an object");
+            report.fail(path, "must be an object");
         }
         if (seen.size() > n_nodes_max) {
-            refs.fail("#", "is larger than " + std::to_string(n_nodes_max) + " schemas");
+            report.fail("#", "is larger than " + std::to_string(n_nodes_max) + " schemas");
         }
         if (depth > schema_depth_max) {
-            refs.fail(path, "is nested deeper than " + std::to_string(schema_depth_max) + " schemas");
+            report.fail(path, "is nested deeper than " + std::to_string(schema_depth_max) + " schemas");
         }
         if (has(schema, "$ref")) {
             reference(schema, path, depth);
@@ -148,7 +118,7 @@ class preparation {
         // all changes of this object come first: they move its members
         for (const char * key : structural) {
             if (has(schema, key)) {
-                lose(schema, path, key, "cannot be written as a grammar");
+                report.lose(schema, path, key, "cannot be written as a grammar");
             }
         }
         combination(schema, path);
@@ -156,13 +126,13 @@ class preparation {
         text(schema, path);
         array(schema, path);
         object(schema, path);
-        limits(schema, path);
+        prepare_limits(schema, path, report);
         descend(schema, path, depth);
     }
 
     void check_alternatives(const common_json & schema, const std::string & path) {
         if (refs.count_alternatives(schema, path) > schema_refs::n_alternatives_max) {
-            refs.fail(path, "has more than " + std::to_string(schema_refs::n_alternatives_max) + " alternatives");
+            report.fail(path, "has more than " + std::to_string(schema_refs::n_alternatives_max) + " alternatives");
         }
     }
 
@@ -172,10 +142,10 @@ class preparation {
             if (is_annotation(entry.key())) {
                 continue;
             }
-            if (options.strict) {
-                refs.fail(path, entry.key() + " beside $ref cannot be written as a grammar");
+            if (report.is_strict()) {
+                report.fail(path, entry.key() + " beside $ref cannot be written as a grammar");
             }
-            note(path, entry.key());
+            report.note(path, entry.key());
         }
         check_alternatives(schema, path);
         const std::string ref = schema.at("$ref").get<std::string>();
@@ -185,7 +155,7 @@ class preparation {
     void combination(common_json & schema, const std::string & path) {
         for (const char * key : combinations) {
             if (has(schema, key) && (!schema.at(key).is_array() || schema.at(key).empty())) {
-                refs.fail(path, std::string(key) + " must be a list of schemas");
+                report.fail(path, std::string(key) + " must be a list of schemas");
             }
         }
         for (const char * key : combinations) {
@@ -198,9 +168,9 @@ class preparation {
                 is_all = is_all && (entry.key() == key || is_type || is_annotation(entry.key()));
             }
             if (!is_all) {
-                lose(schema, path, key, "beside other keywords cannot be written as a grammar");
+                report.lose(schema, path, key, "beside other keywords cannot be written as a grammar");
             } else if (std::string_view(key) == "allOf" && !only_part(schema, path) && !can_be_merged(schema, path)) {
-                lose(schema, path, key, "of more than objects with properties cannot be written as a grammar");
+                report.lose(schema, path, key, "of more than objects with properties cannot be written as a grammar");
             }
         }
         check_alternatives(schema, path);
@@ -213,7 +183,7 @@ class preparation {
         }
         const common_json part = schema.at("allOf").at(size_t{0});
         if (!part.is_object()) {
-            refs.fail(path + "/allOf/0", "must be an object");
+            report.fail(path + "/allOf/0", "must be an object");
         }
         schema.erase("allOf");
         schema.set({"anyOf", common_json::array({part})});
@@ -242,36 +212,8 @@ class preparation {
         std::set<std::string> names;
         for (const common_json & type : schema.at("type")) {
             if (!type.is_string() || !names.insert(type.get<std::string>()).second) {
-                refs.fail(path, "type must be a list of different names");
+                report.fail(path, "type must be a list of different names");
             }
-        }
-    }
-
-    // The value of a keyword that counts, or -1. One that a grammar cannot count is left out.
-    int64_t count(common_json & schema, const std::string & path, const char * key, int64_t maximum) {
-        if (!has(schema, key)) {
-            return -1;
-        }
-        const common_json & value = schema.at(key);
-        const double number = value.is_number() ? value.get<double>() : -1;
-        if (number < 0 || number != std::floor(number)) {
-            refs.fail(path, std::string(key) + " must be a whole number from 0 on");
-        }
-        if (number > static_cast<double>(std::min(maximum, options.repetitions_left))) {
-            drop(schema, path, key);
-            return -1;
-        }
-        const auto n = static_cast<int64_t>(number);
-        options.repetitions_left -= n;
-        schema[key] = n; // 5.0 is a whole number here, but not there
-        return n;
-    }
-
-    void counts(common_json & schema, const std::string & path, const char * low, const char * high, int64_t maximum) {
-        const int64_t least = count(schema, path, low, maximum);
-        const int64_t most = count(schema, path, high, maximum);
-        if (most >= 0 && least > most) {
-            refs.fail(path, std::string(low) + " is more than " + high);
         }
     }
 
@@ -281,22 +223,22 @@ class preparation {
             const std::string format = schema.at("format").get<std::string>();
             has_format = std::find(known_formats.begin(), known_formats.end(), format) != known_formats.end();
             if (!has_format) {
-                note(path, "format");
+                report.note(path, "format");
             }
         }
-        counts(schema, path, "minLength", "maxLength", n_characters_max);
+        prepare_counts(schema, path, "minLength", "maxLength", n_characters_max, report);
         if (has(schema, "pattern")) {
             pattern(schema, path);
         }
         if (has(schema, "pattern") || has_format) {
-            note_if_present(schema, path, "minLength");
-            note_if_present(schema, path, "maxLength");
+            report.note_if_present(schema, path, "minLength");
+            report.note_if_present(schema, path, "maxLength");
         }
     }
 
     void pattern(common_json & schema, const std::string & path) {
         if (!schema.at("pattern").is_string()) {
-            refs.fail(path, "pattern must be a string");
+            report.fail(path, "pattern must be a string");
         }
         const std::string source = schema.at("pattern").get<std::string>();
         const std::string portable = source.size() > pattern_bytes_max ? "" : portable_pattern(source);
@@ -312,46 +254,46 @@ class preparation {
             }
         }
         if (!works) {
-            lose(schema, path, "pattern", source.substr(0, 80) + " is not supported: " + why.substr(0, 200));
+            report.lose(schema, path, "pattern", source.substr(0, 80) + " is not supported: " + why.substr(0, 200));
         } else if (portable != source) {
             schema["pattern"] = portable;
         }
     }
 
     void array(common_json & schema, const std::string & path) {
-        counts(schema, path, "minItems", "maxItems", n_items_max);
+        prepare_counts(schema, path, "minItems", "maxItems", n_items_max, report);
         if (has(schema, "prefixItems") && has(schema, "items")) {
             if (schema.at("items").is_boolean()) {
                 schema.erase("items");
             } else {
-                lose(schema, path, "items", "beside prefixItems cannot be written as a grammar");
+                report.lose(schema, path, "items", "beside prefixItems cannot be written as a grammar");
             }
         }
         const char * list = has(schema, "items") ? "items" : "prefixItems";
         if (has(schema, list) && schema.at(list).is_array()) {
             if (schema.at(list).empty()) {
-                refs.fail(path, std::string(list) + " must not be empty");
+                report.fail(path, std::string(list) + " must not be empty");
             }
             for (const char * key : {"minItems", "maxItems"}) {
                 if (has(schema, key) && schema.at(key).get<int64_t>() != static_cast<int64_t>(schema.at(list).size())) {
-                    note(path, key);
+                    report.note(path, key);
                 }
             }
         }
         if (has(schema, "uniqueItems") && schema.at("uniqueItems") != false) {
-            note(path, "uniqueItems");
+            report.note(path, "uniqueItems");
         }
     }
 
     void object(common_json & schema, const std::string & path) {
         if (has(schema, "properties") && !schema.at("properties").is_object()) {
-            refs.fail(path, "properties must be an object");
+            report.fail(path, "properties must be an object");
         }
         std::set<std::string> required;
         if (has(schema, "required") && schema.at("required").is_array()) {
             for (const common_json & name : schema.at("required")) {
                 if (!name.is_string()) {
-                    refs.fail(path, "required must be a list of names");
+                    report.fail(path, "required must be a list of names");
                 }
                 required.insert(name.get<std::string>());
             }
@@ -360,75 +302,23 @@ class preparation {
         if (has(schema, "properties")) {
             for (const auto & entry : schema.at("properties").items()) {
                 if (entry.key().size() > name_bytes_max) {
-                    refs.fail(path, "a property's name is longer than " + std::to_string(name_bytes_max) + " bytes");
+                    report.fail(path, "a property's name is longer than " + std::to_string(name_bytes_max) + " bytes");
                 }
                 n_optional += required.erase(entry.key()) == 0;
             }
         }
         if (n_optional > n_optional_max) {
-            refs.fail(path, "has more than " + std::to_string(n_optional_max) + " properties that are not required");
+            report.fail(path, "has more than " + std::to_string(n_optional_max) + " properties that are not required");
+        }
+        report.budget().optional_pairs -= static_cast<int64_t>(n_optional * n_optional);
+        if (report.budget().optional_pairs < 0) {
+            report.fail(path, "there are too many objects with many properties that are not required");
         }
         if (!required.empty()) {
-            if (options.strict) {
-                refs.fail(path, "required names " + *required.begin() + ", which is not among the properties");
+            if (report.is_strict()) {
+                report.fail(path, "required names " + *required.begin() + ", which is not among the properties");
             }
-            note(path, "required");
-        }
-    }
-
-    // Bounds. Integers have them in grammars; numbers do not.
-    void limits(common_json & schema, const std::string & path) {
-        for (const char * key : value_limits) {
-            note_if_present(schema, path, key);
-        }
-        bool is_integer = has(schema, "type") && schema.at("type") == "integer";
-        if (has(schema, "type") && schema.at("type").is_array()) {
-            for (const common_json & type : schema.at("type")) {
-                is_integer = is_integer || type == "integer";
-            }
-        }
-        for (const char * key : number_limits) {
-            if (!is_integer) {
-                note_if_present(schema, path, key);
-            } else if (has(schema, key) && !schema.at(key).is_number()) {
-                drop(schema, path, key); // draft 4 has true and false here
-            }
-        }
-        if (is_integer) {
-            integer_limits(schema, path);
-        }
-    }
-
-    void integer_limits(common_json & schema, const std::string & path) {
-        for (const auto & [inclusive, exclusive] :
-             {std::pair{"minimum", "exclusiveMinimum"}, std::pair{"maximum", "exclusiveMaximum"}}) {
-            if (has(schema, inclusive)) {
-                note_if_present(schema, path, exclusive);
-            }
-        }
-        const auto bound = [&](const char * key) { return schema.at(key).get<double>(); };
-        const bool has_low = has(schema, "minimum") || has(schema, "exclusiveMinimum");
-        const bool has_high = has(schema, "maximum") || has(schema, "exclusiveMaximum");
-        // the converter writes up to 16 digits, and any number of them between two bounds
-        const double largest = has_low && has_high ? 1e18 : 1e14;
-        bool in_range = true;
-        for (const char * key : number_limits) {
-            in_range = in_range && (!has(schema, key) || std::fabs(bound(key)) <= largest);
-        }
-        if (!in_range) {
-            for (const char * key : number_limits) {
-                if (has(schema, key)) {
-                    drop(schema, path, key);
-                }
-            }
-        } else if (has_low && has_high) {
-            const double low =
-                has(schema, "minimum") ? std::ceil(bound("minimum")) : std::floor(bound("exclusiveMinimum")) + 1;
-            const double high =
-                has(schema, "maximum") ? std::floor(bound("maximum")) : std::ceil(bound("exclusiveMaximum")) - 1;
-            if (low > high) {
-                refs.fail(path, "no integer lies between the bounds");
-            }
+            report.note(path, "required");
         }
     }
 

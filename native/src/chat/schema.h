@@ -10,17 +10,19 @@
 
 namespace s2moe {
 
+// What the schemas of one request may cost together.
+struct schema_budget {
+    int64_t repetitions = 100000;    // characters of strings and items of arrays that are counted: each is a rule
+    int64_t optional_pairs = 200000; // of properties of one object that are not required: each costs a microsecond
+};
+
 struct schema_options {
     std::string name; // what messages call the schema, e.g. "json_schema"
     // Whether a keyword that takes part in choosing what is valid, and that a grammar cannot hold, is an error. If not,
     // it is left out.
     bool strict = true;
-    // How many repetitions (characters of strings, items of arrays) the schema may still count, all of it together;
-    // each is a rule of the grammar. Shared by the tools of a request.
-    int64_t & repetitions_left;
+    schema_budget & budget;
 };
-
-constexpr int64_t n_repetitions_max = 100000;
 
 /*
  * Rewrites a schema so that llama.cpp makes a grammar of it that means the same, as far as grammars go. Checks depth

@@ -5,8 +5,8 @@
 namespace s2moe {
 
 size_t count_characters(std::string_view text) {
-    return static_cast<size_t>(std::count_if(
-        text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
+    return static_cast<size_t>(
+        std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
 }
 
 size_t begun_tag_bytes(std::string_view text, const std::vector<std::string> & tags) {

@@ -89,8 +89,9 @@ common_peg_arena build_parser(const common_chat_params & params, const common_ch
         auto calls = inputs.parallel_tool_calls
                          ? p.trigger_rule("tool-calls", call + p.zero_or_more(p.space() + call) + p.space())
                          : p.trigger_rule("tool-calls", call + p.space());
-        return p.prefix(params.generation_prompt, params.thinking_start_tag) << thinking +
-                   p.optional(p.content(p.until(call_start))) + (required ? calls : p.optional(calls)) + p.end();
+        return p.prefix(params.generation_prompt, params.thinking_start_tag)
+               << thinking + p.optional(p.content(p.until(call_start))) + (required ? calls : p.optional(calls)) +
+                      p.end();
     });
 }
 
