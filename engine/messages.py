@@ -103,8 +103,8 @@ class Configure(Message, frozen=True, tag=True):
     """`cache`, or for comparison `static`: the most used experts stay, the others never do."""
     prompt_cache_bytes: int = -1
     """Host memory for the KV rows of other conversations, part of the budget; 0 = none, -1 = a tenth of what
-    the plan has left beyond the experts' floor and those of one token, at most 1 GiB, and nothing that all
-    experts need where they fit."""
+    the plan has left beyond the experts' floor and those of one token, at most two whole contexts and 1 GiB,
+    and nothing that all experts need where they fit."""
     prompt_cache_dir: str | None = None
     """Where these rows are kept between runs; None = nowhere."""
 

@@ -251,9 +251,7 @@ class Library:
         theirs, best first."""
         logprob = c_float()
         tokens, logprobs = (c_int32 * n_top)(), (c_float * n_top)()
-        self.check(
-            self._lib.s2moe_logprobs(context, index, token, byref(logprob), n_top, tokens, logprobs)
-        )
+        self.check(self._lib.s2moe_logprobs(context, index, token, byref(logprob), n_top, tokens, logprobs))
         return logprob.value, list(zip(tokens, logprobs, strict=True))
 
 

@@ -27,6 +27,8 @@ AUTO_PROMPT_CACHE = -1
 """As the size of the prompt cache: see MemoryPlan.prompt_cache_bytes."""
 MAX_AUTO_PROMPT_CACHE_BYTES = 1024 * MIB
 AUTO_PROMPT_CACHE_DIVISOR = 10
+AUTO_PROMPT_CACHE_CONTEXTS = 2
+"""Conversations of full length that an automatic prompt cache holds at most."""
 
 
 class BudgetTooSmallError(Exception):
@@ -186,7 +188,7 @@ class MemoryPlan:
     @property
     def prompt_cache_bytes(self) -> int:
         """What was asked for; else a tenth of what is left beyond the floor and the experts of one token, at
-        most 1 GiB, and nothing that all experts need where they fit."""
+        most two whole contexts and 1 GiB, and nothing that all experts need where they fit."""
         if self.prompt_cache_size != AUTO_PROMPT_CACHE:
             return self.prompt_cache_size
         left_bytes = self._left_without_auto_bytes
@@ -195,6 +197,7 @@ class MemoryPlan:
         spare_bytes = max(0, left_bytes - (all_bytes if left_bytes >= all_bytes else least_bytes))
         return min(
             MAX_AUTO_PROMPT_CACHE_BYTES,
+            AUTO_PROMPT_CACHE_CONTEXTS * self.needs.kv_bytes,
             max(0, left_bytes - least_bytes) // AUTO_PROMPT_CACHE_DIVISOR,
             spare_bytes - _round_up(spare_bytes, RESERVE_DIVISOR),  # page tables of its own
         )

@@ -17,7 +17,6 @@ A waiting request is in no way tied to the engine process, so it survives a rest
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -25,13 +24,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from s2moe.server.engine_client import EngineClient, EngineState
-from s2moe.server.errors import QueueFullError, QueueTimeoutError, UnavailableError, unavailable
+from s2moe.server.errors import QueueFullError, QueueTimeoutError, draining, unavailable
 from s2moe.server.metrics import Metrics
+from s2moe.server.service_time import ServiceTime
 
 _FIRST_SERVICE_GUESS_SECONDS = 5.0
-_EWMA_WEIGHT = 0.3
-_LONGEST_RETRY_SECONDS = 120
-_DRAINING_RETRY_SECONDS = 10
 
 
 class Admission:
@@ -53,8 +50,7 @@ class Admission:
         self._held_is_running = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._cutters: set[Callable[[], None]] = set()
-        self._service_seconds = _FIRST_SERVICE_GUESS_SECONDS
-        self._service_measured = False
+        self._service = ServiceTime(_FIRST_SERVICE_GUESS_SECONDS)
         self._run_began = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -67,7 +63,7 @@ class Admission:
     def check(self) -> None:
         """Raises the ApiError with which a request would be turned away now."""
         if self.draining:
-            raise _draining()
+            raise draining()
         state = self._client.state
         if state is EngineState.DEAD:
             raise unavailable(state, self._client.state_detail)
@@ -91,12 +87,12 @@ class Admission:
         try:
             await self._in_time(self._client.wait_ready(), patience)
             if self.draining:
-                raise _draining()
+                raise draining()
             self._held_is_running = True
             self._run_began = time.monotonic()
             self._show()
             yield
-            self._measure(time.monotonic() - self._run_began)
+            self._service.measure(time.monotonic() - self._run_began)
         finally:
             self._cutters.discard(cut)
             self._held_is_running = False
@@ -106,7 +102,7 @@ class Admission:
         """Until one place in the queue should be free: what is left of the running request, by the mean
         service time; at least 1."""
         elapsed = time.monotonic() - self._run_began if self._held_is_running else 0.0
-        return min(_LONGEST_RETRY_SECONDS, max(1, math.ceil(self._service_seconds - elapsed)))
+        return self._service.retry_after_seconds(elapsed)
 
     def drain(self) -> None:
         """Turns away new and waiting requests from now on; the running one goes on."""
@@ -114,7 +110,7 @@ class Admission:
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
-                waiter.set_exception(_draining())
+                waiter.set_exception(draining())
         if self._held and not self._held_is_running:
             self.cut()
         self._show()
@@ -170,11 +166,6 @@ class Admission:
             self._held = False
         self._show()
 
-    def _measure(self, seconds: float) -> None:
-        weight = _EWMA_WEIGHT if self._service_measured else 1.0
-        self._service_measured = True
-        self._service_seconds += weight * (seconds - self._service_seconds)
-
     def _show(self) -> None:
         self._metrics.requests_running.set(self._held_is_running)
         self._metrics.requests_waiting.set(self.n_waiting)
@@ -182,9 +173,3 @@ class Admission:
             self._idle.clear()
         else:
             self._idle.set()
-
-
-def _draining() -> UnavailableError:
-    return UnavailableError(
-        "The server is shutting down.", code="draining", retry_after_seconds=_DRAINING_RETRY_SECONDS
-    )

@@ -11,7 +11,6 @@ client that leaves takes it along; and of long answers only one is being put tog
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections.abc import Coroutine
@@ -28,17 +27,14 @@ from s2moe.server.errors import (
     ApiError,
     QueueFullError,
     ServerError,
-    UnavailableError,
+    draining,
     to_api_error,
 )
 from s2moe.server.metrics import REJECTION_REASONS, Metrics
+from s2moe.server.service_time import ServiceTime
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", Tokenized, Detokenized, Rendered, Embedded)
-
-_EWMA_WEIGHT = 0.3
-_LONGEST_RETRY_SECONDS = 120
-_DRAINING_RETRY_SECONDS = 10
 
 
 class Asking:
@@ -61,8 +57,7 @@ class Asking:
         self._timeout_seconds = timeout_seconds
         self._n_open = 0
         self._turn = asyncio.Lock()
-        self._service_seconds = 0.0
-        """Mean; 0 = not measured yet."""
+        self._service = ServiceTime()
 
     async def ask(self, request: Request, query: Query, kind: type[Reply]) -> Reply:
         """The reply to the only question of a request, of which nobody else keeps accounts. Raises what
@@ -107,23 +102,14 @@ class Asking:
         async with self._turn:
             began = time.monotonic()
             result = await work
-            self._measure(time.monotonic() - began)
+            self._service.measure(time.monotonic() - began)
             return result
 
     def _check(self) -> None:
         if self._admission.draining:
-            raise UnavailableError(
-                "The server is shutting down.", code="draining", retry_after_seconds=_DRAINING_RETRY_SECONDS
-            )
+            raise draining()
         if self._n_open > self._capacity:
-            raise QueueFullError(self._capacity, self._retry_after_seconds())
-
-    def _retry_after_seconds(self) -> int:
-        return min(_LONGEST_RETRY_SECONDS, max(1, math.ceil(self._service_seconds)))
-
-    def _measure(self, seconds: float) -> None:
-        weight = _EWMA_WEIGHT if self._service_seconds else 1.0
-        self._service_seconds += weight * (seconds - self._service_seconds)
+            raise QueueFullError(self._capacity, self._service.retry_after_seconds())
 
 
 def new_query_id() -> str:

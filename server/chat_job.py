@@ -16,7 +16,7 @@ import msgspec
 from s2moe.engine.messages import Generate, ModelInfo
 from s2moe.server.answering import Answering, Job
 from s2moe.server.completion_job import check_generates, seeded
-from s2moe.server.errors import InvalidRequestError, NotFoundError
+from s2moe.server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from s2moe.server.schema.chat import ChatRequest
 from s2moe.server.schema.chat_message import ChatMessage
 from s2moe.server.schema.json_value import MAX_SCHEMA_BYTES
@@ -69,6 +69,12 @@ def chat_wire(answering: Answering, body: ChatRequest) -> tuple[bytes, bytes]:
     options |= _format_options(body, tools)
     options |= _thinking_options(body)
     options |= _continuation_options(body)
+    if "continue_final_message" in options and _is_empty(body.messages[-1]):
+        # llama.cpp would leave out its role, too, and the model write one.
+        if len(messages) == 1:
+            raise _invalid("messages", "an empty message of the assistant alone is nothing to go on from")
+        messages.pop()
+        del options["continue_final_message"]
     return msgspec.json.encode(messages), _encode(options, "chat_template_kwargs")
 
 
@@ -83,7 +89,7 @@ def check_model(answering: Answering, model: str | None) -> None:
 
 
 def check_fit(messages: Sequence[ChatMessage], tools: Sequence[Tool], model: ModelInfo | None) -> None:
-    """Raises InvalidRequestError for a prompt that does not fit the context even in the longest tokens. The
+    """Raises ContextLengthError for a prompt that does not fit the context even in the longest tokens. The
     engine would say the same, but until then it would take memory in the queue."""
     if model is None or not model.longest_piece_bytes:
         return
@@ -92,17 +98,8 @@ def check_fit(messages: Sequence[ChatMessage], tools: Sequence[Tool], model: Mod
     n_tokens = n_bytes // model.longest_piece_bytes
     if n_tokens < model.n_ctx:
         return
-    what = "messages and tools have" if tools else "messages have"
-    message = (
-        f"This model's maximum context length is {model.n_ctx} tokens, but the {what} at least "
-        f"{n_tokens} tokens. Shorten them or serve with a larger --ctx-size."
-    )
-    raise InvalidRequestError(
-        message,
-        code="context_length_exceeded",
-        param="messages",
-        extra={"n_prompt_tokens": n_tokens, "n_ctx": model.n_ctx},
-    )
+    what = "the messages and tools have at least" if tools else "the messages have at least"
+    raise ContextLengthError(what, n_tokens=n_tokens, n_ctx=model.n_ctx, param="messages")
 
 
 def offered_tools(body: ChatRequest) -> list[Tool]:
@@ -187,6 +184,10 @@ def _continuation_options(body: ChatRequest) -> dict[str, Any]:
         param = f"messages[{len(body.messages) - 1}].tool_calls"
         raise _invalid(param, "the calls are not answered; add a message of role tool for each of them")
     return {"continue_final_message": True}
+
+
+def _is_empty(message: ChatMessage) -> bool:
+    return not (message.text or message.reasoning_content or message.reasoning)
 
 
 def _wire_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

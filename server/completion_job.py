@@ -8,7 +8,7 @@ import msgspec
 
 from s2moe.engine.messages import Generate, ModelInfo, Sampling
 from s2moe.server.answering import Job
-from s2moe.server.errors import InvalidRequestError
+from s2moe.server.errors import ContextLengthError, InvalidRequestError
 from s2moe.server.schema.completions import CompletionRequest
 from s2moe.server.schema.prompts import Prompt
 from s2moe.server.token_ids import check_token_ids
@@ -77,17 +77,10 @@ def _check_prompt(prompt: Prompt, model: ModelInfo | None) -> None:
         least = (
             len(prompt.encode()) // model.longest_piece_bytes if model and model.longest_piece_bytes else 0
         )
-        count = f"at least {least}"
     else:
         check_token_ids(prompt, model, "prompt")
         least = len(prompt)
-        count = str(least)
     if model is None or least < model.n_ctx:
         return
-    raise InvalidRequestError(
-        f"This model's maximum context length is {model.n_ctx} tokens, but the prompt has {count} tokens. "
-        "Shorten it or serve with a larger --ctx-size.",
-        code="context_length_exceeded",
-        param="prompt",
-        extra={"n_prompt_tokens": least, "n_ctx": model.n_ctx},
-    )
+    what = f"the prompt has{' at least' if isinstance(prompt, str) else ''}"
+    raise ContextLengthError(what, n_tokens=least, n_ctx=model.n_ctx, param="prompt")

@@ -22,6 +22,7 @@ from s2moe.server.engine_client import (
 )
 
 CLIENT_GONE_STATUS = 499
+_DRAINING_RETRY_SECONDS = 10
 
 
 class ApiError(Exception):
@@ -52,6 +53,20 @@ class InvalidRequestError(ApiError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, what: str, *, n_tokens: int, n_ctx: int, param: str | None) -> None:
+        """`what` has so many tokens, with its verb: `the messages have at least`."""
+        # LiteLLM and what is built on it know a context overflow by the first words only.
+        super().__init__(
+            f"This model's maximum context length is {n_ctx} tokens, but {what} {n_tokens} tokens. "
+            "Shorten the input or serve with a larger --ctx-size.",
+            param=param,
+            extra={"n_prompt_tokens": n_tokens, "n_ctx": n_ctx},
+        )
 
 
 class AuthenticationError(ApiError):
@@ -248,6 +263,13 @@ def unavailable(state: EngineState, detail: str) -> UnavailableError:
     )
 
 
+def draining() -> UnavailableError:
+    """The 503 of a server that takes no more requests."""
+    return UnavailableError(
+        "The server is shutting down.", code="draining", retry_after_seconds=_DRAINING_RETRY_SECONDS
+    )
+
+
 _FAILED_CLASSES: dict[str, type[ApiError]] = {
     "internal": ServerError,
     "cancelled": ServerError,
@@ -268,17 +290,15 @@ def from_failed(event: Failed | QueryFailed, *, generation_began: bool) -> ApiEr
         return unavailable(EngineState.LOADING, "")
     if event.code == "queue_full":
         return EngineFullError(event.message)
+    # The engine's own words, if clients know a context overflow by them.
+    if event.code == ContextLengthError.code and "maximum context length is" not in event.message:
+        return ContextLengthError(
+            "the input has", n_tokens=event.n_prompt_tokens, n_ctx=event.n_ctx, param=event.param
+        )
     extra: dict[str, Any] = {}
-    message = event.message
-    if event.code == "context_length_exceeded":
+    if event.code == ContextLengthError.code:
         extra = {"n_prompt_tokens": event.n_prompt_tokens, "n_ctx": event.n_ctx}
-        if "maximum context length is" not in message:
-            # LiteLLM and what is built on it know a context overflow by this wording only.
-            message = (
-                f"This model's maximum context length is {event.n_ctx} tokens, "
-                f"but the messages are {event.n_prompt_tokens} tokens long."
-            )
-    return kind(message, code=event.code, param=event.param, extra=extra)
+    return kind(event.message, code=event.code, param=event.param, extra=extra)
 
 
 def _from_http(error: HTTPException) -> ApiError:

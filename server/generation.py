@@ -20,7 +20,7 @@ from s2moe.server.errors import (
     AnswerTimeoutError,
     ApiError,
     ServerError,
-    UnavailableError,
+    draining,
     from_failed,
     to_api_error,
 )
@@ -100,7 +100,7 @@ class Generation:
                     generation_began=self.recorder.generation_began,
                 )
                 if self.recorder.phase != "queued"
-                else UnavailableError("The server is shutting down.", code="draining", retry_after_seconds=10)
+                else draining()
             )
             self.cancel("shutdown")
 

@@ -140,9 +140,13 @@ def test_automatic_prompt_cache_is_a_tenth_of_what_is_left_beyond_the_floor() ->
     assert between.prompt_cache_bytes == (left - FLOOR_SLOTS_BYTES) // 10 > 5 * MIB
     assert between.capacity_bytes == left - between.prompt_cache_bytes
     assert f"prompt cache {show(between.prompt_cache_bytes)}" in between.lines()[0]
-    assert plan_of(20_000 * MIB, prompt_cache_size=AUTO_PROMPT_CACHE).prompt_cache_bytes == 1024 * MIB
     dense = plan_of(440 * MIB, layout=DENSE, prompt_cache_size=AUTO_PROMPT_CACHE)
     assert dense.prompt_cache_bytes == plan_of(440 * MIB, layout=DENSE).left_bytes // 10
+
+
+def test_automatic_prompt_cache_is_at_most_two_contexts() -> None:
+    plenty = plan_of(20_000 * MIB, prompt_cache_size=AUTO_PROMPT_CACHE)
+    assert plenty.prompt_cache_bytes == 2 * plenty.needs.kv_bytes < MAX_AUTO_PROMPT_CACHE_BYTES
 
 
 def test_chosen_prompt_cache_is_part_of_the_floor() -> None:

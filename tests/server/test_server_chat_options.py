@@ -149,6 +149,29 @@ async def test_last_message_of_the_assistant_is_continued(
     assert options_of(rig) == options
 
 
+@pytest.mark.parametrize("fields", [{}, {"continue_final_message": True}])
+@pytest.mark.parametrize("content", ["", None, []])
+async def test_empty_last_message_of_the_assistant_begins_an_answer(
+    rig: ServerRig, content: Any, fields: dict[str, Any]
+) -> None:
+    """The prompt would end without the assistant's role, and the answer begin with it."""
+    messages = [*USER_LAST, {"role": "assistant", "content": content}]
+    assert (await rig.post({"messages": messages, **fields})).status_code == 200
+    assert options_of(rig) == {}
+    assert msgspec.json.decode(rig.engine.requests[0].messages_json) == USER_LAST
+
+
+async def test_empty_message_of_the_assistant_alone_is_refused(rig: ServerRig) -> None:
+    reply = await rig.post({"messages": [{"role": "assistant", "content": ""}]})
+    assert_invalid(reply, "invalid_value", "messages")
+
+
+async def test_empty_message_that_has_reasoning_is_continued(rig: ServerRig) -> None:
+    last = {"role": "assistant", "content": "", "reasoning_content": "Let me"}
+    assert (await rig.post({"messages": [*USER_LAST, last]})).status_code == 200
+    assert options_of(rig) == {"continue_final_message": True}
+
+
 async def test_contradicting_continuation_is_named(rig: ServerRig) -> None:
     both = {"continue_final_message": True, "add_generation_prompt": True}
     reply = await rig.post({"messages": ASSISTANT_LAST, **both})
