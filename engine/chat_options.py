@@ -33,6 +33,11 @@ class ChatOptions:
         return self.values.get("json_schema") is not None
 
     @property
+    def is_strict(self) -> bool:
+        """Whether a schema that cannot be enforced in full is an error."""
+        return self.values.get("strict_schema") is True
+
+    @property
     def has_tools(self) -> bool:
         """Whether there are tools that the model may call."""
         return bool(self.values.get("tools")) and self.values.get("tool_choice") != "none"

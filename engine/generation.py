@@ -179,8 +179,7 @@ class Generation:
                         self._ledger.add(stream.n_characters)
                         reason = "stop"
                         break
-                    is_visible = self._request.special_pieces or token in visible_specials
-                    piece = vocabulary.piece(token, special=is_visible)
+                    piece = vocabulary.piece(token, special=token in visible_specials)
                     logprob = None if self._logprobs is None else self._logprobs.read(rows[place], token)
                     self._ledger.add(stream.n_characters, logprob, has_text=bool(piece))
                     delta = stream.feed(piece)

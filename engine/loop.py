@@ -118,6 +118,8 @@ class Engine:
         elif not isinstance(query, wire.Embed):
             desk.submit(query)
         elif self._backlog.enter(query):
+            with self._lock:
+                self._queued_ids.add(query.query_id)
             self._inbox.put(query)
         else:
             self._channel.send(full(query))
@@ -255,16 +257,19 @@ class Engine:
             return wire.Embedded(query_id=query.query_id, vectors=vectors, n_tokens=n_tokens)
 
         with self._lock:
-            self._is_embedding = True
+            self._queued_ids.discard(query.query_id)
+            self._is_embedding, self._running_id = True, query.query_id
             self._last_step = time.monotonic()
             model.abort.clear()
-            if self._is_stopping:
+            if self._is_stopping or query.query_id in self._aborted_ids:
                 model.abort.request()
         try:
             reply = reply_to(query, answer)
         finally:
             with self._lock:
-                self._is_embedding = False
+                self._is_embedding, self._running_id = False, None
+                self._aborted_ids.discard(query.query_id)
+                model.abort.clear()
             self._backlog.leave(query)
         send_reply(self._channel.send, reply)
 

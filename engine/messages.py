@@ -146,15 +146,14 @@ class Generate(Message, frozen=True, tag=True):
     chat_options_json: bytes = b"{}"
     """The other keys of the request of s2moe_chat_apply() in s2moe.h: `tools`, `tool_choice`,
     `parallel_tool_calls`, `json_schema`, `enable_thinking`, `chat_template_kwargs`,
-    `continue_final_message`. Only with messages."""
+    `continue_final_message`; and the engine's own `strict_schema`: true = a json_schema of which a part
+    cannot be enforced is an error. Only with messages."""
     prompt: str | None = None
     """A raw prompt: no chat template, and the answer is not parsed. Special tokens in it are parsed."""
     prompt_tokens: list[int] | None = None
     """The same as tokens, nothing added."""
     n_top_logprobs: int | None = None
     """0 … 20: log probabilities of each token, and of so many of the likeliest; None = none."""
-    special_pieces: bool = False
-    """Whether the text of control tokens is part of the answer."""
     ignore_eos: bool = False
     """Whether the model may not end its turn: for benchmarks."""
 
@@ -163,6 +162,7 @@ class Abort(Message, frozen=True, tag=True):
     """Stop the named request, whether it runs or still waits in the engine. Ignored for any other id."""
 
     request_id: str
+    """Of a Generate, or the query_id of an Embed, which is then answered with QueryFailed."""
 
 
 class Tokenize(Message, frozen=True, tag=True):

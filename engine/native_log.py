@@ -22,14 +22,20 @@ _EXPECTED_WARNINGS = (
 """What llama.cpp warns of when a decode is aborted, which is an ordinary event here."""
 
 
+_callbacks: list[Any] = []
+"""llama.cpp calls the last one as long as the process lives, also when the model of its log is gone or never
+came to be; so none of the few is ever freed."""
+
+
 class NativeLog:
     """Routes llama.cpp's log into ours and remembers its last errors, which explain a failed load."""
 
     def __init__(self, llama_cpp: Any) -> None:
         self.errors: deque[str] = deque(maxlen=5)
         self._lock = threading.Lock()
-        self._callback = llama_cpp.llama_log_callback(self._receive)
-        llama_cpp.llama_log_set(self._callback, ctypes.c_void_p(0))
+        callback = llama_cpp.llama_log_callback(self._receive)
+        _callbacks.append(callback)
+        llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
 
     def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
         line = text.decode(errors="replace").strip()

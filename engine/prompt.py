@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ from s2moe.engine.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from s2moe.engine.model import Model
-
-logger = logging.getLogger(__name__)
 
 CONTENT_ONLY: Final = "content-only"
 _PLACE: Final = re.compile(r"(?:messages|tools)(?:\[\d+\]|\.\w+)*")
@@ -129,8 +126,8 @@ def render(model: Model, messages_json: bytes, options: ChatOptions, room: Room)
     except NativeError as error:
         raise _refused(error, options) from error
     chat: dict[str, Any] = json.loads(chat_json)
-    for left_out in chat.get("unenforced", ()):
-        logger.debug("the grammar does not enforce %s", left_out)
+    if options.is_strict:
+        _check_enforced(chat.get("unenforced", ()))
     return Prompt(
         room,
         chat["prompt"],
@@ -153,6 +150,18 @@ def _content_bytes(messages_json: bytes) -> int:
         ) from error
 
 
+def _check_enforced(unenforced: Sequence[str]) -> None:
+    """`unenforced`: what s2moe_chat_apply() says of schemas. Raises RequestError for part of a strict one;
+    the format of a string is an annotation unless it is said to be more."""
+    for lost in unenforced:
+        if lost.startswith("json_schema at ") and not lost.endswith(": format"):
+            raise RequestError(
+                "invalid_schema",
+                f"{lost} cannot be enforced, but the schema is strict; leave it out, or ask without strict",
+                param="response_format",
+            )
+
+
 def _refused(error: NativeError, options: ChatOptions) -> RequestError:
     place = _PLACE.match(error.message)
     match error.status:
@@ -164,5 +173,7 @@ def _refused(error: NativeError, options: ChatOptions) -> RequestError:
             return RequestError("template_error", reason, param="messages")
         case Status.NO_MEMORY:
             return RequestError("insufficient_memory", error.message)
+        case Status.UNSUPPORTED:
+            return RequestError("invalid_value", error.message, param=schema_param(options))
         case _:
             return RequestError("invalid_value", error.message, param=place[0] if place else "messages")

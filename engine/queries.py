@@ -129,7 +129,7 @@ def reply_to(query: _Asked, answer: Callable[[_Asked], QueryReply]) -> QueryRepl
             n_ctx=error.n_ctx,
         )
     except RequestAbortedError:
-        return QueryFailed(query_id=query.query_id, code="cancelled", message="the engine is shutting down")
+        return QueryFailed(query_id=query.query_id, code="cancelled", message="the query was cancelled")
     except MemoryError:
         return QueryFailed(query_id=query.query_id, code="insufficient_memory", message="out of memory")
     except Exception:

@@ -152,7 +152,8 @@ def _format_options(body: ChatRequest, tools: Sequence[Tool]) -> dict[str, Any]:
         reason = "an answer that has to be a tool call has no content to format; leave out one of them"
         raise _invalid("response_format", reason)
     _check_schema_size(schema, "response_format")
-    return {"json_schema": schema}
+    is_strict = body.response_format is not None and body.response_format.is_strict
+    return {"json_schema": schema, "strict_schema": True} if is_strict else {"json_schema": schema}
 
 
 def _thinking_options(body: ChatRequest) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from s2moe.engine.messages import (
     Abort,
     Configure,
     Detokenized,
+    Embed,
     Embedded,
     EngineStats,
     Failed,
@@ -212,7 +213,12 @@ class EngineSupervisor:
         self._raise_if_unavailable(EngineState.READY, EngineState.BUSY)
         with self._queries.expect(query.query_id) as reply:
             self._send_or_refuse(query, "query")
-            return await reply
+            try:
+                return await reply
+            except asyncio.CancelledError:
+                if isinstance(query, Embed):  # the others are done at once
+                    self._send(Abort(request_id=query.query_id))
+                raise
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────
 

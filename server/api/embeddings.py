@@ -43,6 +43,7 @@ def router(answering: Answering, asking: Asking, metrics: Metrics) -> APIRouter:
             _check(body, answering.client.model)
             data = await asking.attend(request, _embed(body, asking))
         except ClientGoneError:
+            metrics.requests.labels(answering.alias, API, "false", "cancelled").inc()
             raise
         except (ApiError, EngineError) as error:
             raise answering.refuse(request, API, stream=False, error=to_api_error(error)) from None

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from s2moe.server.convert.field_names import FieldNames
-from s2moe.server.errors import from_validation
+from s2moe.server.errors import InvalidRequestError, from_validation
 from s2moe.server.schema.chat import ChatRequest
 from s2moe.server.schema.sampling import SamplingFields
 
@@ -26,6 +26,9 @@ class ChatForm:
 
     def request(self) -> ChatRequest:
         """Raises InvalidRequestError that names the client's field."""
+        if not self.fields.get("messages"):
+            message = "Invalid value for `messages`: nothing in it is for the model; add a message with text."
+            raise self.names.translate(InvalidRequestError(message, param="messages"))
         try:
             return ChatRequest.model_validate({k: v for k, v in self.fields.items() if v is not None})
         except ValidationError as error:

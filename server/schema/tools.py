@@ -97,8 +97,8 @@ class JsonSchemaFormat(BaseModel):
     )
     strict: bool | None = Field(
         None,
-        description="accepted: the content matches the schema with and without it, as far as a grammar can "
-        "hold it; docs/api.md has the keywords that are refused and those that are not enforced",
+        description="true = an error for a schema of which a part cannot be enforced; the content matches "
+        "the rest with and without it (docs/api.md has the keywords)",
     )
 
 
@@ -123,6 +123,10 @@ class ResponseFormat(BaseModel):
         if self.type != "json_object" and self.schema_ is not None:
             raise fail_schema("`schema` belongs into `json_schema`, or needs the type json_object")
         return self
+
+    @property
+    def is_strict(self) -> bool:
+        return self.json_schema is not None and self.json_schema.strict is True
 
     @property
     def content_schema(self) -> dict[str, Any] | None:

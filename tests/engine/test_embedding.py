@@ -154,3 +154,22 @@ def test_engine_embeds_and_refuses_to_generate(spawn: Callable[[], EngineProcess
         assert isinstance(failed, wire.Failed), failed
         assert failed.code == "unsupported"
         assert "embeddings" in failed.message
+
+
+def test_embed_is_aborted_while_it_waits_and_while_it_runs(
+    spawn: Callable[[], EngineProcess], tmp_path: Path
+) -> None:
+    engine = spawn()
+    engine.load(write_embedding_model(tmp_path / "m.gguf"))
+    for name in ("running", "waiting"):
+        engine.send(wire.Embed(query_id=name, token_lists=[[40] * 90] * 4000))
+    for name in ("waiting", "running"):
+        engine.send(wire.Abort(request_id=name))
+    engine.send(wire.Embed(query_id="next", token_lists=[[40, 41]]))
+    for name in ("running", "waiting"):
+        reply = engine.receive_until(wire.Embedded, wire.QueryFailed)[-1]
+        assert isinstance(reply, wire.QueryFailed), reply
+        assert (reply.query_id, reply.code) == (name, "cancelled")
+    reply = engine.receive_until(wire.Embedded, wire.QueryFailed)[-1]
+    assert isinstance(reply, wire.Embedded), reply
+    assert reply.query_id == "next"

@@ -225,24 +225,16 @@ def test_last_message_of_the_assistant_is_continued(chat: Chat) -> None:
 # ── control tokens ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_control_tokens_are_text_only_if_wanted(chat: Chat) -> None:
+def test_control_tokens_are_no_text(chat: Chat) -> None:
     chat.engine.send(wire.Tokenize(query_id="t", text=START))
     tokenized = chat.engine.receive_until(wire.Tokenized)[-1]
     assert isinstance(tokenized, wire.Tokenized)
     (token,) = tokenized.tokens
     sampling = wire.Sampling(temperature=0, logit_bias={token: 100.0})
-    for special_pieces, text in ((False, ""), (True, START * 3)):
-        steps, finished = answer(
-            chat,
-            FRANCE,
-            max_tokens=3,
-            sampling=sampling,
-            special_pieces=special_pieces,
-            n_top_logprobs=0,
-        )
-        assert content_of(steps) == text
-        assert finished.n_completion_tokens == 3
-        assert [each.piece.decode() for each in logprobs_of(steps)] == [START] * 3
+    steps, finished = answer(chat, FRANCE, max_tokens=3, sampling=sampling, n_top_logprobs=0)
+    assert not content_of(steps)
+    assert finished.n_completion_tokens == 3
+    assert [each.piece.decode() for each in logprobs_of(steps)] == [START] * 3
 
 
 @pytest.mark.parametrize("speculation", [OFF, FORCED], ids=["plain", "drafted"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -330,13 +331,9 @@ def test_grammar_that_the_sampler_refuses_is_the_error_of_its_field(
 
 def test_control_tokens_are_text_only_if_wanted(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [ord("a"), CONTROL, ord("b"), END]
-    for options, preserved, text in (
-        ({}, [], "ab"),
-        ({"special_pieces": True}, [], "a<control>b"),
-        ({}, ["<control>"], "a<control>b"),
-    ):
+    for preserved, text in (([], "ab"), (["<control>"], "a<control>b")):
         model.chat_template.chat["preserved_tokens"] = preserved
-        steps, finished = Answerer(model, monkeypatch, tokens).answer(**options)
+        steps, finished = Answerer(model, monkeypatch, tokens).answer()
         assert "".join(step.content for step in steps) == text
         assert finished.n_completion_tokens == 4
 
@@ -406,3 +403,30 @@ def test_abort_before_the_prompt_is_tokenised(model: FakeModel, monkeypatch: pyt
     assert isinstance(event, Finished)
     assert event.reason == "cancelled"
     assert model.vocabulary.tokenized == []
+
+
+# ── strict schemas ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("lost", "strict", "is_refused"),
+    [
+        (["json_schema at #/properties/x: multipleOf"], True, True),
+        (["json_schema at #/properties/x: multipleOf"], False, False),
+        (["json_schema at #/properties/x: format"], True, False),
+        (["tools[0].function.parameters at #: uniqueItems"], True, False),
+        ([], True, False),
+    ],
+)
+def test_strict_schema_that_cannot_be_enforced_is_refused(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, lost: list[str], strict: bool, is_refused: bool
+) -> None:
+    model.chat_template.chat["unenforced"] = lost
+    options = json.dumps({"json_schema": {"type": "object"}, "strict_schema": strict}).encode()
+    answerer = Answerer(model, monkeypatch, "x.")
+    if not is_refused:
+        answerer.answer(chat_options_json=options)
+        return
+    with pytest.raises(RequestError, match="multipleOf") as caught:
+        answerer.answer(chat_options_json=options)
+    assert (caught.value.code, caught.value.param) == ("invalid_schema", "response_format")

@@ -38,8 +38,9 @@ async def test_format_becomes_a_schema_of_the_content(
     rig: ServerRig, response_format: object, schema: object
 ) -> None:
     assert (await rig.post(chat(response_format=response_format))).status_code == 200
-    expected = {} if schema is None else {"json_schema": schema}
-    assert options_of(rig) == expected
+    options = options_of(rig)
+    assert options.pop("strict_schema", False) is ("'strict': True" in str(response_format))
+    assert options == ({} if schema is None else {"json_schema": schema})
 
 
 async def test_format_goes_together_with_optional_tools(rig: ServerRig) -> None:
@@ -188,7 +189,7 @@ async def test_model_without_answers_says_so(start_server: StartServer) -> None:
     engine = FakeEngine()
     engine.model = msgspec.structs.replace(MODEL, gives_embeddings=True)
     rig = await start_server(engine)
-    assert "embeddings" in assert_invalid(await rig.post(chat()), "invalid_value", "model")
+    assert "embeddings" in assert_invalid(await rig.post(chat()), "unsupported_model", "model")
 
 
 # ── log probabilities ───────────────────────────────────────────────────────────────────────────

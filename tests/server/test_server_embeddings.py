@@ -176,6 +176,26 @@ async def test_other_model_is_404_only_when_the_server_is_strict(start_server: S
     assert_error(reply, 404, "not_found_error", "model_not_found", "model")
 
 
+async def test_client_that_leaves_is_counted_and_asks_no_more(start_server: StartServer) -> None:
+    class SlowEngine(FakeEngine):
+        async def ask(self, query: Query) -> QueryReply:
+            self.queries.append(query)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    engine = SlowEngine(model=EMBEDDER)
+    rig = await start_server(engine)
+    with pytest.raises(httpx.ReadTimeout):
+        await rig.http.post("/v1/embeddings", json={"input": ["a"] * 100}, timeout=0.2)
+    labels = {"model": "demo", "api": "embeddings", "stream": "false", "finish": "cancelled"}
+    for _ in range(100):
+        if await rig.sample("s2moe_requests_total", **labels):
+            break
+        await asyncio.sleep(0.02)
+    assert await rig.sample("s2moe_requests_total", **labels) == 1
+    assert len(engine.queries) == 1
+
+
 async def test_so_many_requests_may_wait(start_server: StartServer) -> None:
     class SlowEngine(FakeEngine):
         async def ask(self, query: Query) -> QueryReply:

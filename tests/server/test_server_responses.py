@@ -298,3 +298,10 @@ async def test_two_streams_do_not_mix(start_server: StartServer) -> None:
         for reply in replies
     ]
     assert texts == ["one" * 5, "two" * 5]
+
+
+async def test_input_of_nothing_but_encrypted_reasoning_is_named(rig: ServerRig) -> None:
+    reply = await respond(rig, input=[{"type": "reasoning", "summary": [], "encrypted_content": "xyz"}])
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "input")
+    assert "`input`: nothing in it is for the model" in error["message"]

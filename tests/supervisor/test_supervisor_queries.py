@@ -12,6 +12,8 @@ from supervisor_rig import MakeRig, Rig, generate
 
 from s2moe.engine.messages import (
     MAX_FRAME_BYTES,
+    Abort,
+    Embed,
     Finished,
     QueryReply,
     Step,
@@ -73,6 +75,20 @@ async def test_queries_are_answered_beside_a_request(rig: Rig) -> None:
         assert await ask(rig, "count:1") == Tokenized(query_id="1", tokens=[0])
         assert rig.supervisor.state is EngineState.BUSY
     assert [type(event) for event in await rig.run("step:x", "finish")] == [Step, Finished]
+
+
+async def test_giving_up_an_embedding_aborts_it(rig: Rig) -> None:
+    waiting = asyncio.create_task(rig.supervisor.ask(Embed(query_id="embedding-1", texts=["hold"])))
+    sent_bytes = rig.observer.n_bytes["to_engine"]
+    await rig.observer.until(
+        lambda: len(encode_frame(Embed(query_id="embedding-1", texts=["hold"]))) in sent_bytes
+    )
+    abort_bytes = len(encode_frame(Abort(request_id="embedding-1")))
+    assert abort_bytes not in sent_bytes
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert abort_bytes in rig.observer.n_bytes["to_engine"]
 
 
 async def test_abort_of_a_request_leaves_queries_alone(rig: Rig) -> None:

@@ -1,0 +1,45 @@
+"""llama.cpp's log, whose callback outlives the object that asked for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from s2moe.engine.native_log import GGML_LOG_LEVEL_ERROR, NativeLog
+
+Callback = Callable[[int, bytes, Any], None]
+
+
+class FakeLlamaCpp:
+    """Holds what llama.cpp would hold: the address of a callback, no reference."""
+
+    def llama_log_callback(self, function: Callback) -> Callback:
+        def callback(level: int, text: bytes, data: Any) -> None:
+            function(level, text, data)
+
+        return callback
+
+    def llama_log_set(self, callback: Callback, _data: Any) -> None:
+        self.callback = weakref.ref(callback)
+
+
+def test_callback_lives_on_when_the_log_is_gone() -> None:
+    llama_cpp = FakeLlamaCpp()
+    NativeLog(llama_cpp)
+    gc.collect()
+    callback = llama_cpp.callback()
+    assert callback is not None
+    callback(GGML_LOG_LEVEL_ERROR, b"late\n", None)
+
+
+def test_oldest_error_explains() -> None:
+    llama_cpp = FakeLlamaCpp()
+    log = NativeLog(llama_cpp)
+    assert log.explain("nothing known") == "nothing known"
+    callback = llama_cpp.callback()
+    assert callback is not None
+    for text in (b"cause\n", b"consequence\n"):
+        callback(GGML_LOG_LEVEL_ERROR, text, None)
+    assert log.explain("nothing known") == "cause"
