@@ -3,14 +3,16 @@
     .venv/bin/python -m s2moe.bench.speculation.cost_fit [--limits 1050,1500,2100] [--plots DIR]
 
 For each limit an engine of its own, without a front end, runs under bench/memlimit with the expert cache
-that the server would have. It answers prompts of all workloads with drafts; then its cost model hands out
-the last 256 verifications: what it predicted before it had learnt from them, and what they took. Prints
-R² and MAPE, writes both and the pairs as JSON, and draws them.
+that the server would have. It answers prompts of all workloads with drafts, in turn as many as pay and a
+fixed number in each step, so that verifications of all widths are among them; then its cost model hands out
+the last 256 evaluations: what it predicted before it had learnt from them, and what they took. Prints R² and
+MAPE, writes both and the pairs as JSON, and draws them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -40,6 +42,8 @@ DEFAULT_LIMITS: Final = "1050,1500,2100"
 N_TOKENS: Final = 64
 N_SAMPLES: Final = 256
 LEAST_SAMPLES: Final = 20
+WIDTHS: Final = (None, 1, 2, 4, 7)
+"""Drafts verified in each step of an answer; None = as many as pay."""
 
 
 class CostFitError(Exception):
@@ -47,13 +51,16 @@ class CostFitError(Exception):
 
 
 class SamplingSpeculator:
-    """A speculator whose reports carry the samples of its cost model."""
+    """A speculator whose reports carry the samples of its cost model, and that drafts `width` nodes."""
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
+        self.width: int | None = None
+        """Of WIDTHS."""
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        self._speculator.begin({**options, "samples": True})
+        fixed = {} if self.width is None else {"adaptive": False, "max_nodes": self.width}
+        self._speculator.begin({**options, **fixed, "samples": True})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._speculator, name)
@@ -83,9 +90,11 @@ def measure_here(model_path: Path, budget_bytes: int, n_prompts: int, preset: st
         sampling: Any = SamplingSpeculator(speculator)
         model.speculator = sampling
         # one of each workload after the other, as a conversation changes its subject
+        widths = itertools.cycle(WIDTHS)
         pairs: dict[tuple[float, float], None] = {}
         for number in range(n_prompts):
             for workload in WORKLOADS:
+                sampling.width = next(widths)
                 answer(model, f"{workload}-{number}", prompts(workload)[number])
                 fit: dict[str, Any] = speculator.report()["costs"]["verify"]
                 # reports overlap
