@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from s2moe.server.schema.chat import MAX_MESSAGES
-from s2moe.server.schema.sampling import SamplingFields, fail
+from s2moe.server.schema.sampling import SamplingFields, fail, shown
 from s2moe.server.schema.text_parts import join_parts
 
 FUNCTION = "function"
@@ -28,23 +28,19 @@ _NEEDS = {
 _MODES = ("auto", "none", "required")
 
 
-def _shown(value: object) -> str:
-    return repr(value[:40]) if isinstance(value, str) else "that is no text"
-
-
 def _check_type(value: object) -> object:
     if value is None:
         return "message"
     if value == "item_reference":
         raise fail("this server stores nothing that an item could refer to; send the item itself")
     if not isinstance(value, str) or value not in _NEEDS:
-        raise fail(f"an item of type {_shown(value)} is not supported; use one of {', '.join(_NEEDS)}")
+        raise fail(f"an item of type {shown(value)} is not supported; use one of {', '.join(_NEEDS)}")
     return value
 
 
 def _check_role(value: object) -> object:
     if value is not None and value not in _ROLES:
-        raise fail(f"the role {_shown(value)} is not supported; use one of {', '.join(_ROLES)}")
+        raise fail(f"the role {shown(value)} is not supported; use one of {', '.join(_ROLES)}")
     return value
 
 

@@ -20,6 +20,11 @@ def fail(message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid_value", "{reason}", {"reason": message})
 
 
+def shown(value: object) -> str:
+    """What a client sent as a type or role, for an error that names it."""
+    return repr(value[:40]) if isinstance(value, str) else "that is no text"
+
+
 def _stop_list(value: object) -> object:
     if value is None:
         return value

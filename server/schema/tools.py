@@ -7,20 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from s2moe.server.schema.json_value import PARAMETERS, SCHEMA, fail_schema
-from s2moe.server.schema.sampling import fail
+from s2moe.server.schema.sampling import fail, shown
 
 MAX_TOOLS = 128
 NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def _shown(kind: object) -> str:
-    return repr(kind[:40]) if isinstance(kind, str) else "that is no text"
-
-
 def _check_type(value: object) -> object:
     if value != "function":
-        raise fail(f"tools of type {_shown(value)} are not supported; send tools of type 'function'")
+        raise fail(f"tools of type {shown(value)} are not supported; send tools of type 'function'")
     return value
 
 
@@ -31,7 +27,7 @@ def _check_choice(value: object) -> object:
     if not isinstance(value, dict):
         raise fail('use none, auto, required, or {"type": "function", "function": {"name": …}}')
     if value.get("type") != "function":
-        raise fail(f"a choice of type {_shown(value.get('type'))} is not supported; use `function`")
+        raise fail(f"a choice of type {shown(value.get('type'))} is not supported; use `function`")
     function = value.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):

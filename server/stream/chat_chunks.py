@@ -17,9 +17,10 @@ from s2moe.engine.messages import Finished, PrefillProgress, Started, Step, Tool
 from s2moe.server.errors import ErrorReply
 from s2moe.server.stream.chat_logprobs import token_logprobs
 from s2moe.server.stream.choices import total_of
+from s2moe.server.stream.sse import DONE
+from s2moe.server.stream.sse import event as event_of
 from s2moe.server.stream.usage import performance_of, usage_of
 
-_DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 
 
@@ -104,19 +105,19 @@ class ChatChunkEncoder:
         if self._include_usage:
             final["usage"] = None
         if len(self._finished) < self._n_choices:
-            return _event(final) + self._begin_choice()
+            return event_of(final) + self._begin_choice()
         total = total_of(self._finished, per_prompt=len(self._finished))
         if not self._include_usage:
-            return _event(final | performance_of(total))
+            return event_of(final | performance_of(total))
         usage = {**self._head, "choices": [], "usage": usage_of(total), **performance_of(total)}
-        return _event(final) + _event(usage)
+        return event_of(final) + event_of(usage)
 
     def finish(self) -> bytes:
-        return _DONE
+        return DONE
 
     def fail(self, reply: ErrorReply) -> bytes:
         """An in-band error. No [DONE] follows, so that a cut answer never looks complete."""
-        return _event(reply.body)
+        return event_of(reply.body)
 
     def _begin_choice(self) -> bytes:
         """The role chunk; sent once per choice, since clients concatenate roles."""
@@ -153,7 +154,3 @@ def _call_deltas(call: ToolCallDelta) -> Iterator[dict[str, Any]]:
         yield {"tool_calls": [opening]}
     if call.arguments:
         yield {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]}
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + _json.encode(value) + b"\n\n"

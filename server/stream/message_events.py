@@ -17,6 +17,7 @@ from s2moe.server.error_dialects import anthropic_body
 from s2moe.server.errors import ErrorReply
 from s2moe.server.stream.answer_parts import AnswerParts, Change, Part
 from s2moe.server.stream.message_answer import SIGNATURE, begun_block, stop_of, usage_of
+from s2moe.server.stream.sse import named_event
 
 _DELTAS = {
     "text": b'{"type":"text_delta","text":',
@@ -93,4 +94,4 @@ def _close(part: Part) -> bytes:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + _json.encode({"type": kind, **fields}) + b"\n\n"
+    return named_event(kind, {"type": kind, **fields})

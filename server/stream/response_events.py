@@ -27,6 +27,7 @@ from s2moe.server.stream.response_object import (
     summary_part,
     text_part,
 )
+from s2moe.server.stream.sse import named_event
 
 _DELTAS = {
     "text": "response.output_text.delta",
@@ -147,4 +148,4 @@ class ResponseEventEncoder:
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + _json.encode(value) + b"\n\n"
+        return named_event(kind, value)

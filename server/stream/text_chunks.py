@@ -12,10 +12,11 @@ import msgspec
 
 from s2moe.engine.messages import Finished, PrefillProgress, Started, Step
 from s2moe.server.errors import ErrorReply
+from s2moe.server.stream.sse import DONE
+from s2moe.server.stream.sse import event as event_of
 from s2moe.server.stream.text_answer import TextAnswer
 from s2moe.server.stream.text_logprobs import TextLogprobs
 
-_DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 
 
@@ -63,19 +64,19 @@ class TextChunkEncoder:
         if self._include_usage:
             final["usage"] = None
         if len(self._finished) < self._answer.n_choices:
-            return _event(final) + self._begin_choice()
+            return event_of(final) + self._begin_choice()
         accounts = self._answer.accounts_of(self._finished)
         if not self._include_usage:
             del accounts["usage"]
-            return _event(final | accounts)
-        return _event(final) + _event({**self._head, "choices": [], **accounts})
+            return event_of(final | accounts)
+        return event_of(final) + event_of({**self._head, "choices": [], **accounts})
 
     def finish(self) -> bytes:
-        return _DONE
+        return DONE
 
     def fail(self, reply: ErrorReply) -> bytes:
         """An in-band error. No [DONE] follows, so that a cut answer never looks complete."""
-        return _event(reply.body)
+        return event_of(reply.body)
 
     def _begin_choice(self) -> bytes:
         index = len(self._finished)
@@ -83,7 +84,3 @@ class TextChunkEncoder:
         self._logprobs = TextLogprobs()
         echo = self._answer.echo_of(index)
         return self._text_prefix + _json.encode(echo) + self._suffix if echo else b""
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + _json.encode(value) + b"\n\n"
