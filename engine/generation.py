@@ -181,7 +181,10 @@ class Generation:
                         break
                     piece = vocabulary.piece(token, special=token in visible_specials)
                     logprob = None if self._logprobs is None else self._logprobs.read(rows[place], token)
-                    self._ledger.add(stream.n_characters, logprob, has_text=bool(piece))
+                    if piece:
+                        self._ledger.add(stream.n_characters, logprob)
+                    else:
+                        self._ledger.add_control(stream.n_begun, logprob)
                     delta = stream.feed(piece)
                     if delta.content or delta.reasoning or delta.tool_calls:
                         yield self._step(delta, sampled_ns, *self._ledger.take(stream.n_passed))

@@ -56,6 +56,11 @@ class AnswerStream:
         """The stop string that ended the answer, once one did."""
         return self._stop.matched
 
+    @property
+    def n_begun(self) -> int:
+        """Characters so far, one of which only the first bytes are here included."""
+        return self.n_characters + self._gate.pending
+
     def feed(self, data: bytes) -> Delta:
         """Adds the bytes of one or more tokens; returns what became certain."""
         text = self._gate.feed(data)

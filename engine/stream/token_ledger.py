@@ -18,10 +18,14 @@ class TokenLedger:
         self._waiting: deque[tuple[int, TokenLogprob | None]] = deque()
         """Characters that must have passed before the token is certain, less one; its log probability."""
 
-    def add(self, n_before: int, logprob: TokenLogprob | None = None, *, has_text: bool = True) -> None:
-        """`n_before`: whole characters of the answer before this token. `has_text`: False for a token that
-        stands for no text, which is certain as soon as all before it is."""
-        self._waiting.append((n_before if has_text else n_before - 1, logprob))
+    def add(self, n_before: int, logprob: TokenLogprob | None = None) -> None:
+        """`n_before`: whole characters of the answer before this token."""
+        self._waiting.append((n_before, logprob))
+
+    def add_control(self, n_begun: int, logprob: TokenLogprob | None = None) -> None:
+        """A token that stands for no text: certain as soon as the `n_begun` characters that begin before it
+        are."""
+        self._waiting.append((n_begun - 1, logprob))
 
     def take(self, n_passed: int) -> tuple[int, list[TokenLogprob]]:
         """Takes out the tokens that are certain now that n_passed characters have passed the stop filter:

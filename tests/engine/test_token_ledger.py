@@ -54,6 +54,7 @@ def answer(
 @per_test
 @given(texts, stop_lists, borders, st.integers(1, 8), st.booleans())
 @example("zaba", ["abcd", "bx"], [1, 2, 3], 3, False)
+@example("aé", ["é"], [2, 2], 1, False)  # a control token between the bytes of a stop string's character
 def test_every_token_is_reported_once_in_order_and_none_of_a_stop_string(
     monkeypatch: pytest.MonkeyPatch,
     text: str,
