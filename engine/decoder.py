@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Protocol
 
 from s2moe.engine.constraint import Constraint
 from s2moe.engine.errors import RequestError
-from s2moe.engine.messages import Generate, SpeculationReport
+from s2moe.engine.messages import Generate, SpeculationReport, StepDurations
 from s2moe.engine.model import Model
 from s2moe.engine.native import NativeError, Sampler, Status
 from s2moe.engine.native_speculation import Speculator
@@ -20,6 +21,7 @@ from s2moe.engine.speculation import (
     refused,
     report_to_wire,
 )
+from s2moe.engine.step_durations import StepDurationCounter, durations_of_report
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,10 @@ class Decoder(Protocol):
         """What speculation did; None where none was asked for."""
         ...
 
+    def step_durations(self) -> dict[str, StepDurations]:
+        """How long evaluations took, by the phases of Timings.step_durations."""
+        ...
+
 
 class PlainDecoder:
     """One token per decode."""
@@ -62,12 +68,15 @@ class PlainDecoder:
         self._constraint = constraint
         self._disabled_reason = disabled_reason
         self._last: int | None = None
+        self._durations = StepDurationCounter()
         self.n_steps = 0
         self.is_exact = True
 
     def next_tokens(self, n_max: int) -> list[int]:
         if self._last is not None:
+            started = time.perf_counter()
             self._model.decode([self._last])
+            self._durations.add(time.perf_counter() - started)
             self.n_steps += 1
         self._last = self._sample()
         return [self._last]
@@ -85,8 +94,10 @@ class PlainDecoder:
             return self._sampler.sample(self._model.context)
         except NativeError as error:
             if self._constraint is not None:
-                message = f"the grammar allows no further token: {error.message}"
-                raise self._constraint.refused(message) from error
+                # a grammar that cannot be followed says so itself, and what to do
+                is_grammar = error.status == Status.GRAMMAR
+                why = "" if is_grammar else "the grammar allows no further token: "
+                raise self._constraint.refused(why + error.message) from error
             raise RequestError("internal", f"sampling failed: {error.message}") from error
 
     def report(self) -> SpeculationReport | None:
@@ -95,6 +106,9 @@ class PlainDecoder:
         return SpeculationReport(
             disabled_reason=self._disabled_reason, n_steps=self.n_steps, n_tokens=self.n_steps
         )
+
+    def step_durations(self) -> dict[str, StepDurations]:
+        return {"plain": self._durations.result()}
 
 
 class SpeculativeDecoder:
@@ -163,6 +177,9 @@ class SpeculativeDecoder:
         if detail := report.get("disabled_detail"):
             logger.warning("the response went on without speculation: %s", detail)
         return report_to_wire(report)
+
+    def step_durations(self) -> dict[str, StepDurations]:
+        return durations_of_report(self._speculator.report(), self._plain.step_durations()["plain"])
 
 
 def create_decoder(

@@ -48,6 +48,7 @@ class Generation:
         self.n_decode_steps = 0
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
+        self.grammar_seconds = 0.0
         self.prefill_experts: ExpertUse | None = None
         self.decode_experts: ExpertUse | None = None
         self._ledger = TokenLedger()
@@ -111,8 +112,12 @@ class Generation:
             params["logit_bias"] += [[token, NEVER] for token in self._model.vocabulary.ends]
         if prompt.constraint is not None:
             params.update(prompt.constraint.params)
+        started = time.monotonic()
         try:
-            return Sampler(self._model.library, self._model.handle, params)
+            sampler = Sampler(self._model.library, self._model.handle, params)
+            if prompt.constraint is not None:
+                self.grammar_seconds = time.monotonic() - started
+            return sampler
         except NativeError as error:
             if error.status == Status.GRAMMAR and prompt.constraint is not None:
                 raise prompt.constraint.refused(error.message) from error
@@ -244,10 +249,12 @@ class Generation:
             timings=Timings(
                 prefill_seconds=self.prefill_seconds,
                 decode_seconds=self.decode_seconds,
+                grammar_seconds=self.grammar_seconds,
                 n_decode_steps=self.n_decode_steps,
                 prefill_experts=self.prefill_experts,
                 decode_experts=self.decode_experts,
                 speculation=None if self._decoder is None else self._decoder.report(),
+                step_durations={} if self._decoder is None else self._decoder.step_durations(),
             ),
             stop_string=stop_string,
         )

@@ -35,6 +35,12 @@ LOAD_DURATION_BOUNDS_SECONDS: Final = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
 )
 """Upper bounds of the buckets of ExpertActivity.load_duration_counts; a last one has no bound."""
+STEP_DURATION_BOUNDS_SECONDS: Final = (
+    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04),
+    *(0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+)
+"""Upper bounds of the buckets of StepDurations.counts, those of duration_histogram in the library; a last one
+has no bound."""
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -450,6 +456,15 @@ class SpeculationReport(Message, frozen=True, tag=True):
     """Expected time of a single-token evaluation."""
 
 
+class StepDurations(Message, frozen=True, tag=True):
+    """How long evaluations of one kind took."""
+
+    counts: list[int]
+    """[len(STEP_DURATION_BOUNDS_SECONDS) + 1]"""
+    seconds: float
+    """All of them together."""
+
+
 class Timings(Message, frozen=True, tag=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -459,6 +474,11 @@ class Timings(Message, frozen=True, tag=True):
     decode_experts: ExpertUse | None = None
     speculation: SpeculationReport | None = None
     """None: the request was served without a speculator."""
+    grammar_seconds: float = 0.0
+    """Making a sampler that follows a grammar; 0: there was none."""
+    step_durations: dict[str, StepDurations] = {}
+    """By phase: `draft` all drafts of a step, `verify` an evaluation that verified drafts, `plain` one of a
+    single token with nothing drafted."""
 
 
 class Finished(Message, frozen=True, tag=True):

@@ -225,7 +225,9 @@ class Model:
             ) from error
         if self._learnt is not None:
             self._learnt.begin(speculator.state())
-        if not speculator.report()["width"]:
+        report = speculator.report()
+        self.speculation = replace(self.speculation, preset=report["preset"])
+        if not report["width"]:
             limit = "drafts are chains: without flash attention rows of a tree would be rounded otherwise"
             self.speculation = replace(self.speculation, limit=limit)
         return speculator

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 OFF: Final = "off"
 DEFAULT_METHOD: Final = "s2moe"
-EXACT: Final = "exact"
 EXPERT_SKIP: Final = "expert-skip"
 UNSUPPORTED: Final = "unsupported"
 
@@ -64,6 +63,8 @@ class SpeculationSupport:
     """Whether its model can be drafted for; False also if that was not asked for."""
     limit: str = ""
     """Why drafts are not possible, or only in part; empty if they are, or are not asked for."""
+    preset: str = ""
+    """What requests get that do not say otherwise, as the library names it; empty: nothing is drafted."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,15 +76,6 @@ class SpeculationSupport:
         """What requests get that do not say otherwise."""
         method: str = self.options["method"]
         return method if self.is_possible else OFF
-
-    @property
-    def preset(self) -> str:
-        """Likewise; empty where nothing is drafted."""
-        if not self.is_possible:
-            return ""
-        default = "balanced" if self.method == DEFAULT_METHOD else EXACT
-        never_bends = self.asked.exact or self.asked.reuse_gating is False or self.asked.error_budget == 0
-        return EXACT if never_bends else self.asked.preset or default
 
     @property
     def has_draft_context(self) -> bool:

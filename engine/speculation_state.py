@@ -67,13 +67,15 @@ class SpeculationState:
         self._circumstances = circumstances
         self.path = directory / "speculation" / circumstances.file_name
         self._file = KeptFile(self.path, "what speculation learnt")
+        self._loaded: bytes | None = None
         self._saved = b""
         self._save_at: float | None = None
 
     def load(self) -> bytes | None:
         """What an earlier run saved; None when there is nothing of use."""
         try:
-            return self._read()
+            self._loaded = self._read()
+            return self._loaded
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -98,8 +100,15 @@ class SpeculationState:
         return bytes(found.state)
 
     def begin(self, state: bytes) -> None:
-        """`state`: what a speculator says before its first request; it need not be saved."""
+        """`state`: what a speculator that was given load() says before its first request; it need not be
+        saved. Where it is not what was loaded, the speculator could not use all of that."""
         self._saved = state
+        if self._loaded is not None and msgspec.json.decode(self._loaded) != msgspec.json.decode(state):
+            logger.warning(
+                "what speculation learnt in earlier runs is ignored in part and learnt again: %s holds "
+                "values of another version or is damaged",
+                self.path,
+            )
 
     def save_if_due(self, now: float, read: Callable[[], bytes]) -> None:
         """Saves every SAVE_INTERVAL_SECONDS what `read` returns; `now` is on any steady clock."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from s2moe.engine.messages import (
     LOAD_DURATION_BOUNDS_SECONDS,
@@ -17,6 +14,7 @@ from s2moe.engine.messages import (
     ExpertCache,
     ExpertPhase,
 )
+from s2moe.server.bucket_histogram import BucketHistogram
 
 LOOKUP_RESULTS = ("hit", "miss", "prefetched")
 PHASES = ("prefill", "decode")
@@ -31,57 +29,6 @@ PRESSURE_ACTIONS = ("drop_prompt_cache", "shrink_cache")
 
 _DISK = LOAD_SOURCES[0]
 _HOST = MEMORY_DEVICES[0]
-
-
-class BucketHistogram(Collector):
-    """A histogram that is fed whole buckets, as another process counted them.
-
-    prometheus_client's own takes single observations only. `add` and a scrape may be on different threads.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        bounds: Sequence[float],
-        labels: dict[str, str],
-        registry: CollectorRegistry,
-    ) -> None:
-        """`bounds` are the upper ones, ascending, without infinity."""
-        self._name = name
-        self._text = text
-        self._bounds = [*map(str, map(float, bounds)), "+Inf"]
-        self._labels = labels
-        self._lock = threading.Lock()
-        # guarded by _lock
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
-        registry.register(self)
-
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """`counts` per bucket, not cumulative, [len(bounds) + 1]; `total`: sum of the observed values.
-
-        Raises ValueError, and adds nothing, for another number of buckets.
-        """
-        with self._lock:
-            self._counts = [old + new for old, new in zip(self._counts, counts, strict=True)]
-            self._sum += total
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        with self._lock:
-            counts, total = self._counts, self._sum
-        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
-        running = 0
-        buckets = []
-        for bound, count in zip(self._bounds, counts, strict=True):
-            running += count
-            buckets.append((bound, float(running)))
-        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=total)
-        return [family]
-
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        """Its name for the registry, which refuses a second series of the same one."""
-        return [HistogramMetricFamily(self._name, self._text, labels=list(self._labels))]
 
 
 class ExpertMetrics:
@@ -106,7 +53,7 @@ class ExpertMetrics:
             f"{self._namespace}_expert_cache_load_duration_seconds",
             "From the request for an expert to its last byte",
             LOAD_DURATION_BOUNDS_SECONDS,
-            {"source": _DISK},
+            {"source": LOAD_SOURCES},
             self._registry,
         )
         self._read_seconds = self._counter(
@@ -196,7 +143,7 @@ class ExpertMetrics:
             self._loads.labels(_DISK, trigger).inc(loads.n_loads)
             self._load_bytes.labels(_DISK, trigger).inc(loads.n_bytes)
         if activity.load_duration_counts:
-            self._load_duration.add(activity.load_duration_counts, activity.load_duration_seconds)
+            self._load_duration.add(activity.load_duration_counts, activity.load_duration_seconds, _DISK)
         self._read_seconds.inc(activity.read_seconds)
         self._evictions.labels(EVICTION_POLICIES[0]).inc(activity.evictions)
         self._prefetches.labels("used").inc(activity.prefetches_used)

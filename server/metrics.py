@@ -24,7 +24,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from s2moe.engine.messages import EngineStats, Finished, ModelInfo
+from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Finished, ModelInfo
+from s2moe.server.bucket_histogram import BucketHistogram
 from s2moe.server.engine_client import EngineState
 from s2moe.server.expert_metrics import ExpertMetrics
 from s2moe.server.prompt_cache_metrics import PromptCacheMetrics
@@ -54,15 +55,16 @@ START_PHASES = ("spawn", "load")
 DIRECTIONS = ("to_engine", "from_engine")
 TOKEN_KINDS = ("content", "reasoning", "tool")
 TOOL_CALL_OUTCOMES = ("ok", "failed")
+GRAMMAR_FAILURES = {"invalid_schema": "schema", "invalid_grammar": "grammar"}
+"""By the code of the error."""
+STEP_PHASES = ("draft", "verify", "plain")
 CACHE_RESULTS = ("hit", "partial", "miss")
 
 _HTTP_SECONDS = (0.005, 0.025, 0.1, 0.5, 2.5, 10, 60, 300)
 _QUEUE_SECONDS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FIRST_TOKEN_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200)
-_TOKEN_SECONDS = (
-    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1),
-    *(0.15, 0.25, 0.5, 1, 2.5),
-)
+_TOKEN_SECONDS = STEP_DURATION_BOUNDS_SECONDS
+_GRAMMAR_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)
 _PHASE_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1800)
 _CANCEL_SECONDS = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _START_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -161,6 +163,15 @@ class Metrics:
             "outcome",
         )
         _touch(self.tool_calls, TOOL_CALL_OUTCOMES)
+        self.grammar_compile_duration = self._histogram(
+            "grammar_compile_duration_seconds", "Making a sampler that follows a grammar", _GRAMMAR_SECONDS
+        )
+        self.grammar_failures = self._counter(
+            "grammar_failures_total",
+            "Requests whose schema or grammar could not be followed, by what held it",
+            "reason",
+        )
+        _touch(self.grammar_failures, GRAMMAR_FAILURES.values())
         self.request_prompt_tokens = self._model_histogram(
             "request_prompt_tokens", "Prompt tokens per request", _TOKEN_COUNTS
         )
@@ -180,6 +191,14 @@ class Metrics:
         self._tokens_cached = self._prompt_tokens.labels(self._model, "cached")
         self._decode_steps = self._counter("decode_steps_total", "Decode steps of the engine")
         self._decode_seconds = self._counter("decode_step_seconds_total", "Time in decode steps")
+        self._step_duration = BucketHistogram(
+            f"{NAMESPACE}_decode_step_duration_seconds",
+            "Evaluations of ended requests: all drafts of a step, one that verified drafts, one of a token "
+            "with nothing drafted",
+            STEP_DURATION_BOUNDS_SECONDS,
+            {"phase": STEP_PHASES},
+            self.registry,
+        )
         self._prefill_seconds = self._counter("prefill_seconds_total", "Time in prefill")
         self._graph_reuses = self._counter("graph_reuses_total", "Decodes that reused the compute graph")
         self._kv_tokens = self._gauge("kv_cache_tokens", "Tokens in the KV cache")
@@ -258,6 +277,8 @@ class Metrics:
         self._prompt_cache.on_stats(stats)
 
     def on_finished(self, event: Finished) -> None:
+        for phase, durations in event.timings.step_durations.items():
+            self._step_duration.add(durations.counts, durations.seconds, phase)
         if event.timings.speculation is not None:
             self._speculation.on_report(event.timings.speculation)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from s2moe.engine.messages import Finished, GenerationEvent, Started, Step
 from s2moe.server.errors import ApiError
-from s2moe.server.metrics import REJECTION_REASONS, Metrics
+from s2moe.server.metrics import GRAMMAR_FAILURES, REJECTION_REASONS, Metrics
 from s2moe.server.stream.tool_calls import ToolCalls
 
 _FAILURE_REASONS = {
@@ -91,6 +91,8 @@ class RequestRecorder:
         else:
             reason = "invalid_request" if error.status < 500 else "internal"
         self._metrics.request_failures.labels(reason).inc()
+        if error.code in GRAMMAR_FAILURES:
+            self._metrics.grammar_failures.labels(GRAMMAR_FAILURES[error.code]).inc()
         self._end("error")
 
     def cancelled(self, cause: str, seconds: float) -> None:
@@ -163,6 +165,8 @@ class RequestRecorder:
         self._metrics.request_generated_tokens.observe(event.n_completion_tokens)
         self._metrics.prefill_duration.observe(event.timings.prefill_seconds)
         self._metrics.decode_duration.observe(event.timings.decode_seconds)
+        if event.timings.grammar_seconds > 0:
+            self._metrics.grammar_compile_duration.observe(event.timings.grammar_seconds)
         if self._is_last_choice:
             self._metrics.request_duration.observe(time.monotonic() - self._arrived)
             if event.reason != "cancelled":

@@ -39,6 +39,7 @@ from s2moe.bench.speculation.goals import judge
 from s2moe.bench.speculation.grid import Grid, GridRun, StartServer
 from s2moe.bench.speculation.hot_list import HotListError, write_hot_list
 from s2moe.bench.speculation.methods import (
+    BUDGETS,
     METHODS,
     OFF,
     SERVERS,
@@ -144,7 +145,7 @@ def create_parser() -> argparse.ArgumentParser:
 def create_grid(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Grid:
     """What the flags ask for; wrong ones end the process."""
     full = arguments.full
-    all_methods = tuple(name for name in METHODS if name not in NOT_IN_FULL)
+    all_methods = (*(name for name in METHODS if name not in NOT_IN_FULL), *BUDGETS)
     names = list(arguments.methods or (all_methods if full else DEFAULT_METHODS))
     if arguments.static_hot_list and "static" not in names:
         names.append("static")
@@ -239,6 +240,8 @@ def server_starter(model: Path, work: Path, n_threads: int, hot_list: Path | Non
             flags += ["--hot-experts", str(hot_list)]
         if limit_mib is not None:
             flags += ["--memory-budget", str(limit_mib * MIB)]
+        # no prompt comes twice: it would only take slots from the experts
+        flags += ["--prompt-cache-size", "0"]
         return Serving(
             model, folder, *flags, cache_directory=folder / "cache", limit_bytes=limit_bytes(limit_mib)
         )

@@ -25,6 +25,8 @@ OFF_OPTIONS: Final[dict[str, Any]] = {"speculation": "off"}
 PRESETS: Final = ("exact", "balanced", "fast")
 ABLATIONS: Final = ("no-adaptive", "no-single-token-bias", "no-reuse-gating", "no-shared-context")
 """Each is `balanced` less one component."""
+BUDGETS: Final = ("budget-0.02", "budget-0.1")
+"""`balanced` with other error budgets, for the curve of speed against agreement."""
 
 _BUDGET: Final = re.compile(r"budget-(0(?:\.\d+)?|1(?:\.0+)?)")
 

@@ -57,8 +57,7 @@ def speed_ups(results: Results, folder: Path) -> Path | None:
 
 
 def acceptance_costs(results: Results, folder: Path) -> Path | None:
-    """Tokens of one evaluation of the target against the experts that each token touched, and off as a
-    line."""
+    """Acceptance length against the experts that each token touched, and off as a line."""
     plt = load_pyplot()
     figure, panel = plt.subplots(figsize=(6, 4.2))
     markers = dict(zip(results.limits, _MARKERS, strict=False))
@@ -81,7 +80,7 @@ def acceptance_costs(results: Results, folder: Path) -> Path | None:
     if plain is not None:
         drawn["off"] = panel.axvline(plain, color="black", linewidth=0.8, linestyle=":")
     panel.set_xlabel("experts of a layer touched by the target for each token")
-    panel.set_ylabel("tokens of one evaluation of the target")
+    panel.set_ylabel("acceptance length: tokens of a verification")
     panel.legend(drawn.values(), drawn.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save_figure(figure, folder / f"acceptance-cost{SUFFIX}")
 

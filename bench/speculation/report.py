@@ -110,11 +110,12 @@ def experts_per_token(sample: Sample) -> float | None:
 
 
 def acceptance(pairs: Iterable[Pair]) -> tuple[float, float] | None:
-    """Medians of a method: tokens per step of the target, and experts touched for each token."""
+    """Medians of a method: acceptance length, which answers without a verification have not, and experts
+    touched for each token."""
     points = [
         (length, cost)
         for pair in pairs
-        if (length := _speculation(pair.method, "mean_tokens_per_step")) is not None
+        if (length := _speculation(pair.method, "acceptance_length")) is not None
         and (cost := experts_per_token(pair.method)) is not None
     ]
     if not points:

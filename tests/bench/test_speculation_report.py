@@ -110,9 +110,18 @@ def test_a_component_is_judged_over_the_cells_that_both_have() -> None:
         (1500, "qa", "balanced"): pairs_of(1.0, 1.0),
         (1050, "qa", "no-adaptive"): pairs_of(1.4, 1.4),
     }
-    assert verdicts(results_of(cells))["balanced / no-adaptive"] is True
+    what = "balanced / no-adaptive: lower end"
+    assert verdicts(results_of(cells))[what] is True
     cells[1500, "qa", "no-adaptive"] = pairs_of(1.3, 1.3)
-    assert verdicts(results_of(cells))["balanced / no-adaptive"] is False
+    assert verdicts(results_of(cells))[what] is False
+
+
+def test_a_component_whose_interval_reaches_1_is_not_shown() -> None:
+    cells: Cells = {
+        (1050, "qa", "balanced"): pairs_of(1.6, 1.2, 1.5, 1.3),
+        (1050, "qa", "no-adaptive"): pairs_of(1.5, 1.1, 1.3, 1.4),
+    }
+    assert verdicts(results_of(cells))["balanced / no-adaptive: lower end"] is False
 
 
 def test_cost_model_and_failed_cells_are_judged() -> None:
@@ -239,7 +248,7 @@ def test_the_default_grid_and_the_full_one() -> None:
         4,
     )
     full = grid_for("--full")
-    assert len(full.methods) == 9
+    assert len(full.methods) == 11
     assert (len(full.workloads), len(full.limits), full.n_prompts) == (7, 5, 10)
     assert [method.name for method in grid_for("--full", "--methods", "fast").methods] == ["fast"]
     assert grid_for("--static-hot-list").methods[-1].name == "static"
@@ -288,7 +297,7 @@ def test_the_static_server_gets_the_list_of_the_answers_that_are_measured(
     start(1050, "static")
     start(1050, "shared")
     assert " ".join(started[0]).endswith(
-        f"--expert-policy static --hot-experts {path} --memory-budget {1050 << 20}"
+        f"--expert-policy static --hot-experts {path} --memory-budget {1050 << 20} --prompt-cache-size 0"
     )
     assert path.exists()
     assert "--hot-experts" not in started[1]

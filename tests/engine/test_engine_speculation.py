@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -171,6 +172,13 @@ def test_tokens_of_a_step_come_one_by_one_with_one_time(chat: Chat) -> None:
     assert sum(each.decode_steps for each in stats) == finished.timings.n_decode_steps < N_TOKENS - 1
     report = report_of(finished)
     assert 0 < report.draft_seconds + report.verify_seconds < finished.timings.decode_seconds
+    durations = finished.timings.step_durations
+    assert sum(durations["verify"].counts) == report.n_iterations > 0
+    assert sum(durations["plain"].counts) == report.n_steps - report.n_iterations
+    assert sum(durations["draft"].counts) >= report.n_iterations
+    assert durations["draft"].seconds == pytest.approx(report.draft_seconds)
+    evaluated = durations["verify"].seconds + durations["plain"].seconds
+    assert evaluated == pytest.approx(report.verify_seconds)
     assert finished.timings.decode_experts is not None
     assert finished.timings.decode_experts.n_lookups >= report.n_experts_touched > 0
 
@@ -356,6 +364,18 @@ def test_damaged_state_is_a_warning_and_is_replaced(
     assert kept.read_bytes() != damage
 
 
+def test_damage_within_the_state_is_a_warning_too(
+    spawn: Spawn, tiny_model_path: Path, cache_directory: Path
+) -> None:
+    run(spawn, tiny_model_path, 1)
+    (kept,) = cache_directory.iterdir()
+    content = json.loads(kept.read_text())
+    content["state"]["verify"] = [1]
+    kept.write_text(json.dumps(content))
+    log = run(spawn, tiny_model_path, 0)
+    assert log.count("what speculation learnt in earlier runs is ignored in part") == 1
+
+
 def test_nothing_is_kept_when_told_so(spawn: Spawn, tiny_model_path: Path, cache_directory: Path) -> None:
     run(spawn, tiny_model_path, 1, keep=False)
     assert not cache_directory.exists()
@@ -377,6 +397,29 @@ def test_load_says_what_speculation_does(spawn: Spawn, tiny_model_path: Path, tm
         assert engine.process.wait(20) == 0
         assert engine.process.stderr is not None
         assert line in engine.process.stderr.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("asked", "preset"),
+    [
+        (wire.Speculation(), "balanced"),
+        (wire.Speculation(error_budget=0.2), "custom"),
+        (wire.Speculation(reuse_strength=2.0), "custom"),
+        (wire.Speculation(preset="balanced", single_token_bias=False), "custom"),
+        (wire.Speculation(method="cascade"), "exact"),
+        (wire.Speculation(method="cascade", preset="fast"), "fast"),
+        (wire.Speculation(preset="fast", exact=True), "exact"),
+        (wire.Speculation(preset="fast", reuse_gating=False), "exact"),
+        (wire.Speculation(preset="fast", error_budget=0.0), "exact"),
+    ],
+)
+def test_preset_of_the_server_is_the_one_its_responses_report(
+    spawn: Spawn, tiny_model_path: Path, asked: wire.Speculation, preset: str
+) -> None:
+    chat, ready = load(spawn, tiny_model_path, speculation=asked)
+    assert ready.model.speculation_preset == preset
+    _, finished = chat.ask(STORY, max_tokens=2)
+    assert report_of(finished).preset == preset
 
 
 def test_exact_answer_does_not_build_on_gated_keys_and_values(

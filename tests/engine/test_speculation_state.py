@@ -141,6 +141,22 @@ def test_file_of_another_version_or_machine_is_ignored(
     assert len(caplog.records) == 1
 
 
+def test_values_that_the_speculator_cannot_use_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = opened(tmp_path)
+    state.save(b'{"verify": [1, 2.5]}')
+    with caplog.at_level(logging.WARNING):
+        again = opened(tmp_path)
+        assert again.load() is not None
+        again.begin(b'{"verify":[1.0,2.5]}')
+        assert not caplog.records
+        again.begin(b'{"verify": []}')
+    assert len(caplog.records) == 1
+    assert "ignored in part" in caplog.text
+    assert str(state.path) in caplog.text
+
+
 def test_directory_that_cannot_be_written_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

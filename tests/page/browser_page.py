@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from page_server import PageServer
@@ -30,6 +32,18 @@ INTERACTIVE_ROLES = frozenset(
         "textbox",
     }
 )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A screenshot."""
+
+    png: bytes
+    width: int
+    height: int
+    n_colours: int
+    brightness: float
+    """0 … 1, mean of all pixels."""
 
 
 class BrowserPage:
@@ -163,6 +177,30 @@ class BrowserPage:
             "document.dispatchEvent(new Event('visibilitychange'));",
             hidden,
         )
+
+    def picture(self) -> Picture:
+        """What is on the screen."""
+        png = self.driver.get_screenshot_as_base64()
+        self.driver.switch_to.new_window("tab")  # whose policy lets a script look at it
+        try:
+            described = self.driver.execute_async_script(
+                "const [png, done] = arguments;"
+                "const bytes = Uint8Array.from(atob(png), (each) => each.charCodeAt(0));"
+                "createImageBitmap(new Blob([bytes], {type: 'image/png'})).then((image) => {"
+                "  const canvas = new OffscreenCanvas(image.width, image.height).getContext('2d');"
+                "  canvas.drawImage(image, 0, 0);"
+                "  const pixels = canvas.getImageData(0, 0, image.width, image.height).data;"
+                "  const colours = new Set(new Uint32Array(pixels.buffer));"
+                "  let sum = 0;"
+                "  for (let i = 0; i < pixels.length; i += 1) sum += i % 4 < 3 ? pixels[i] : 0;"
+                "  done([image.width, image.height, colours.size, sum / (pixels.length / 4 * 3 * 255)]);"
+                "});",
+                png,
+            )
+        finally:
+            self.driver.close()
+            self.driver.switch_to.window(self.driver.window_handles[0])
+        return Picture(base64.b64decode(png), *described)
 
     def accessible_nodes(self) -> list[tuple[str, str]]:
         """Role and name of each node of the accessibility tree that is not ignored."""

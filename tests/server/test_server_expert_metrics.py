@@ -28,8 +28,8 @@ from s2moe.engine.messages import (
     Timings,
 )
 from s2moe.server import expert_metrics as names
+from s2moe.server.bucket_histogram import BucketHistogram
 from s2moe.server.engine_client import EngineState
-from s2moe.server.expert_metrics import BucketHistogram
 from s2moe.server.schema.timings import Timings as TimingsSchema
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -216,10 +216,12 @@ async def test_time_that_comes_out_below_zero_does_not_end_the_report(rig: Serve
 
 def test_histogram_takes_whole_buckets_or_nothing() -> None:
     registry = CollectorRegistry()
-    histogram = BucketHistogram("x_seconds", "text", (0.5, 2), {"source": "disk"}, registry)
-    histogram.add([1, 2, 3], 10.0)
+    histogram = BucketHistogram("x_seconds", "text", (0.5, 2), {"source": ["disk", "host"]}, registry)
+    histogram.add([1, 2, 3], 10.0, "disk")
     with pytest.raises(ValueError, match="zip"):
-        histogram.add([1, 2], 1.0)
+        histogram.add([1, 2], 1.0, "disk")
+    with pytest.raises(KeyError):
+        histogram.add([1, 2, 3], 1.0, "tape")
     text = generate_latest(registry).decode()
     assert text == (
         "# HELP x_seconds text\n"
@@ -229,6 +231,11 @@ def test_histogram_takes_whole_buckets_or_nothing() -> None:
         'x_seconds_bucket{le="+Inf",source="disk"} 6.0\n'
         'x_seconds_count{source="disk"} 6.0\n'
         'x_seconds_sum{source="disk"} 10.0\n'
+        'x_seconds_bucket{le="0.5",source="host"} 0.0\n'
+        'x_seconds_bucket{le="2.0",source="host"} 0.0\n'
+        'x_seconds_bucket{le="+Inf",source="host"} 0.0\n'
+        'x_seconds_count{source="host"} 0.0\n'
+        'x_seconds_sum{source="host"} 0.0\n'
     )
     with pytest.raises(ValueError, match="Duplicated"):
         BucketHistogram("x_seconds", "text", (0.5, 2), {}, registry)

@@ -6,11 +6,12 @@ import re
 
 import pytest
 from fake_engine import MODEL, Action, FakeEngine, Generate, finished, started, step
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_answers import call_steps
 from server_rig import CHAT, ServerRig, StartServer, chat
 
-from s2moe.engine.messages import EngineStats, Failed
+from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Failed, StepDurations
 from s2moe.server import metrics as names
 from s2moe.server.engine_client import EngineState
 
@@ -36,6 +37,9 @@ FAMILIES = [
     "prompt_tokens",
     "generated_tokens",
     "tool_call_parse",
+    "grammar_compile_duration_seconds",
+    "grammar_failures",
+    "decode_step_duration_seconds",
     "request_prompt_tokens",
     "request_generated_tokens",
     "prompt_cache_lookups",
@@ -175,6 +179,44 @@ async def test_failures_are_counted_by_reason(start_server: StartServer, code: s
     assert await rig.sample("s2moe_request_failures_total", reason=reason) == 1
     labels = {"model": "demo", "api": "chat", "stream": "false", "finish": "error"}
     assert await rig.sample("s2moe_requests_total", **labels) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [("invalid_grammar", "grammar"), ("invalid_schema", "schema"), ("internal", None)]
+)
+async def test_grammars_that_fail_are_counted_by_what_held_them(
+    start_server: StartServer, code: str, reason: str | None
+) -> None:
+    rig = await start_server(FakeEngine(lambda r: [Failed(request_id=r.request_id, code=code, message="m")]))
+    await rig.post(chat())
+    for each in ("grammar", "schema"):
+        assert await rig.sample("s2moe_grammar_failures_total", reason=each) == (each == reason)
+
+
+async def test_time_of_grammars_and_of_steps_is_counted(start_server: StartServer) -> None:
+    n_buckets = len(STEP_DURATION_BOUNDS_SECONDS) + 1
+    durations = {
+        "draft": StepDurations(counts=[2, *[0] * (n_buckets - 1)], seconds=0.003),
+        "plain": StepDurations(counts=[*[0] * (n_buckets - 1), 1], seconds=4.0),
+    }
+
+    def answer(request: Generate) -> list[Action]:
+        end = finished(request)
+        grammar_seconds = 0.25 if request.sampling.grammar else 0.0
+        timings = replace(end.timings, grammar_seconds=grammar_seconds, step_durations=durations)
+        return [started(request), replace(end, timings=timings)]
+
+    rig = await start_server(FakeEngine(answer))
+    await rig.post(chat())
+    await rig.post(chat(grammar='root ::= "a"'))
+    assert await rig.sample("s2moe_grammar_compile_duration_seconds_count") == 1
+    assert await rig.sample("s2moe_grammar_compile_duration_seconds_sum") == 0.25
+    name = "s2moe_decode_step_duration_seconds"
+    assert await rig.sample(f"{name}_bucket", phase="draft", le="0.002") == 4
+    assert await rig.sample(f"{name}_bucket", phase="plain", le="2.5") == 0
+    assert await rig.sample(f"{name}_count", phase="plain") == 2
+    assert await rig.sample(f"{name}_sum", phase="plain") == 8
+    assert await rig.sample(f"{name}_count", phase="verify") == 0
 
 
 async def test_tokens_and_outcomes_of_tool_calls_are_counted(start_server: StartServer) -> None:

@@ -1,5 +1,6 @@
 #include "counters.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace s2moe {
@@ -18,7 +19,16 @@ template <size_t n> common_json pairs(const std::array<std::array<int64_t, 2>, n
     return result;
 }
 
+common_json durations(const duration_histogram & histogram) {
+    return {{"counts", list(histogram.counts)}, {"seconds", histogram.seconds}};
+}
+
 } // namespace
+
+void duration_histogram::add(double duration) {
+    ++counts[std::lower_bound(bounds.begin(), bounds.end(), duration) - bounds.begin()];
+    seconds += duration;
+}
 
 common_json speculation_counters::to_json() const {
     return {{"disabled_reason", disabled_reason},
@@ -35,6 +45,10 @@ common_json speculation_counters::to_json() const {
             {"draft_seconds", draft_seconds},
             {"verify_seconds", verify_seconds},
             {"sample_seconds", sample_seconds},
+            {"step_durations",
+             {{"draft", durations(draft_durations)},
+              {"verify", durations(verify_durations)},
+              {"plain", durations(plain_durations)}}},
             {"stall_seconds", stall_seconds},
             {"n_experts_touched", n_experts_touched},
             {"n_experts_exact", n_experts_exact},

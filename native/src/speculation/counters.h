@@ -11,6 +11,18 @@
 
 namespace s2moe {
 
+// How often something took how long.
+struct duration_histogram {
+    // upper bounds of the buckets in seconds; a last bucket has none
+    static constexpr std::array<double, 17> bounds = {0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04,
+                                                      0.06,  0.08,  0.1,   0.15,  0.25, 0.5,   1,    2.5};
+
+    std::array<int64_t, bounds.size() + 1> counts = {};
+    double seconds = 0; // of all of them
+
+    void add(double duration);
+};
+
 // All since begin(); docs/speculation.md explains each.
 struct speculation_counters {
     static constexpr int depths = S2MOE_N_VERIFY_ROWS - 1;
@@ -29,6 +41,9 @@ struct speculation_counters {
     double draft_seconds = 0;
     double verify_seconds = 0;
     double sample_seconds = 0;
+    duration_histogram draft_durations;  // drafts of one step
+    duration_histogram verify_durations; // evaluations that verified drafts
+    duration_histogram plain_durations;  // evaluations of one token, nothing drafted
     double stall_seconds = 0;
     int64_t n_experts_touched = 0;
     int64_t n_experts_exact = 0;

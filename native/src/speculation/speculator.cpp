@@ -235,7 +235,9 @@ speculator::drafted_tree speculator::draft(llama_token root, llama_pos position,
         return {};
     }
     by.end();
-    counters.draft_seconds += seconds_since(begun_at);
+    const double seconds = seconds_since(begun_at);
+    counters.draft_seconds += seconds;
+    counters.draft_durations.add(seconds);
     return tree;
 }
 
@@ -392,6 +394,7 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
         throw;
     }
     counters.verify_seconds += verify_seconds;
+    (tree.nodes.empty() ? counters.plain_durations : counters.verify_durations).add(verify_seconds);
     s2moe_expert_stats after = {};
     if (experts != nullptr) {
         experts->stats(after);
@@ -440,7 +443,9 @@ std::vector<llama_token> speculator::step_plainly(llama_token root, llama_pos po
     ++counters.n_steps;
     ++counters.n_tokens;
     ++counters.n_committed_rows;
-    counters.verify_seconds += seconds_since(begun_at);
+    const double seconds = seconds_since(begun_at);
+    counters.verify_seconds += seconds;
+    counters.plain_durations.add(seconds);
     return tokens;
 }
 
