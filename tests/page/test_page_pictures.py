@@ -32,6 +32,7 @@ def test_picture_of_a_conversation(
     page = open_page(FakeEngine(saying(ANSWER, reasoning=["A question of geography."])))
     page.server.do(lambda: page.server.rig.metrics.on_stats(stats(hits=9, misses=1)))
     page.emulate(width=width, height=height, scheme=scheme)
+    page.driver.refresh()  # figures are folded away where a page is opened on a small screen
     page.ask_and_wait("What is the capital of France?")
     page.until(lambda: len(page.all("#pools tr")) == 4, "the pools")
     picture = page.picture()
