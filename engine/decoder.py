@@ -134,7 +134,8 @@ class SpeculativeDecoder:
         self._is_plain_step = True
         self.n_steps = 0
         speculator.begin(options)
-        self.is_exact = speculator.report()["error_budget"] == 0
+        self._report_before = speculator.report()
+        self.is_exact = self._report_before["error_budget"] == 0
 
     def next_tokens(self, n_max: int) -> list[int]:
         if self._last is None:
@@ -176,7 +177,7 @@ class SpeculativeDecoder:
         report = self._speculator.report()
         if detail := report.get("disabled_detail"):
             logger.warning("the response went on without speculation: %s", detail)
-        return report_to_wire(report)
+        return report_to_wire(report, self._report_before)
 
     def step_durations(self) -> dict[str, StepDurations]:
         return durations_of_report(self._speculator.report(), self._plain.step_durations()["plain"])

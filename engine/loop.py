@@ -316,6 +316,7 @@ class Engine:
                 param=error.param,
                 n_prompt_tokens=error.n_prompt_tokens,
                 n_ctx=error.n_ctx,
+                timings=generation.timings(),
             )
         except MemoryError:
             return wire.Failed(
@@ -325,7 +326,10 @@ class Engine:
             logger.exception("request %s failed", request.request_id)
             model.forget()
             return wire.Failed(
-                request_id=request.request_id, code="internal", message="internal error in the engine"
+                request_id=request.request_id,
+                code="internal",
+                message="internal error in the engine",
+                timings=generation.timings(),
             )
         raise AssertionError("a generation ends with Finished or an exception")
 

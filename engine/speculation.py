@@ -143,16 +143,21 @@ def refused(message: str) -> RequestError:
     return RequestError("invalid_value", message, param=param)
 
 
-def report_to_wire(report: Mapping[str, Any]) -> SpeculationReport | None:
-    """`report`: of s2moe_speculator_report(). Keys that the wire does not know, and values for which JSON has
-    none (null), are passed over; None, with a warning, when the rest is not a report."""
+def report_to_wire(
+    report: Mapping[str, Any], before: Mapping[str, Any] | None = None
+) -> SpeculationReport | None:
+    """`report`: of s2moe_speculator_report(); `before`: the one at the beginning of the same request, since
+    pauses and probes are counted over all requests. Keys that the wire does not know, and values for which
+    JSON has none (null), are passed over; None, with a warning, when the rest is not a report."""
     controller = report.get("controller") or {}
+    earlier = (before or {}).get("controller") or {}
     costs = report.get("costs") or {}
     flat = {
         **report,
         "controller_state": controller.get("state"),
-        "n_pauses": controller.get("n_pauses"),
-        "n_probes": controller.get("n_probes"),
+        "is_paced": controller.get("is_paced"),
+        "n_pauses": _increase(controller, earlier, "n_pauses"),
+        "n_probes": _increase(controller, earlier, "n_probes"),
         "draft_length": controller.get("draft_length"),
         "verify_fit": _without_null(costs.get("verify") or {}),
         "draft_fit": _without_null(costs.get("draft") or {}),
@@ -163,6 +168,11 @@ def report_to_wire(report: Mapping[str, Any]) -> SpeculationReport | None:
     except msgspec.ValidationError as error:
         logger.warning("the report of a response's speculation is not understood: %s", error)
         return None
+
+
+def _increase(values: Mapping[str, Any], before: Mapping[str, Any], name: str) -> Any:
+    value, earlier = values.get(name), before.get(name)
+    return value - earlier if isinstance(value, int) and isinstance(earlier, int) else value
 
 
 def _without_null(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ POSITIONS = tuple(map(str, range(MAX_NODES)))
 GATINGS = ("on", "off")
 ALL_PRESETS = (*PRESETS, CUSTOM_PRESET)
 ROUTING_RESULTS = ("hit", "miss", "extra")
+DEPTHS = tuple(map(str, range(1, MAX_NODES + 1)))
 CONFIDENCE_BINS = tuple(f"0.{tenth}" for tenth in range(10))
 """Their lower bounds."""
 CONTROLLER_STATES = ("drafting", "paused", "probing", "off")
@@ -85,10 +86,17 @@ class SpeculationMetrics:
             "Drafts: looked at, of them verified, of them part of an answer",
             {"outcome": OUTCOMES},
         )
+        of_drafts = {"depth": DEPTHS, "bin": CONFIDENCE_BINS}
         self._confidence = self._counter(
             "spec_decode_confidence_observed_total",
-            "Drafts verified, by predicted probability of acceptance (lower bound of a tenth)",
-            {"bin": CONFIDENCE_BINS, "accepted": ("true", "false")},
+            "Drafts behind an accepted prefix, by depth and predicted probability of acceptance (lower bound "
+            "of a tenth)",
+            {**of_drafts, "accepted": ("true", "false")},
+        )
+        self._expected = self._counter(
+            "spec_decode_confidence_expected_total",
+            "Sum of the predicted probabilities of the same drafts: so many should be accepted",
+            of_drafts,
         )
 
     def _build_experts(self) -> None:
@@ -124,8 +132,13 @@ class SpeculationMetrics:
         )
         self._show_state("off")
         self._enabled = self._gauge("spec_decode_enabled", "1 when requests draft by default")
+        self._pauses = self._counter(
+            "spec_decode_pauses_total", "Times that drafting stopped since it did not pay"
+        )
+        self._probes = self._counter("spec_decode_probes_total", "Times that it was tried again")
         self._draft_length = self._gauge(
-            "spec_decode_draft_length", "Mean drafts verified per iteration at the end of the latest request"
+            "spec_decode_draft_length",
+            "Mean drafts verified per drafting step at the end of the latest request with adaptive drafts",
         )
         self._disabled = self._counter(
             "spec_decode_disabled_total",
@@ -180,8 +193,11 @@ class SpeculationMetrics:
                 seconds = getattr(report, f"{phase}_seconds")
                 # a difference of two clocks, which may come out a little below zero
                 self._phase_seconds.labels(phase, report.method).inc(max(0.0, seconds))
+        self._pauses.inc(max(0, report.n_pauses))
+        self._probes.inc(max(0, report.n_probes))
         self._show_state(report.controller_state)
-        self._draft_length.set(report.draft_length)
+        if report.is_paced:  # the controller knows nothing of other drafts
+            self._draft_length.set(report.draft_length)
         self._show_fit("verify", report.verify_fit)
         self._show_fit("draft", report.draft_fit)
 
@@ -205,9 +221,12 @@ class SpeculationMetrics:
             self._accepted_at.labels(position).inc(count)
         for outcome in OUTCOMES:
             self._nodes.labels(outcome).inc(getattr(report, f"n_{outcome}"))
-        for lower, (count, n_accepted) in zip(CONFIDENCE_BINS, report.confidence, strict=False):
-            self._confidence.labels(lower, "true").inc(n_accepted)
-            self._confidence.labels(lower, "false").inc(max(0, count - n_accepted))
+        for depth, tenths in zip(DEPTHS, report.judged_drafts, strict=False):
+            for lower, (count, n_accepted, expected) in zip(CONFIDENCE_BINS, tenths, strict=False):
+                if count:
+                    self._confidence.labels(depth, lower, "true").inc(n_accepted)
+                    self._confidence.labels(depth, lower, "false").inc(max(0, count - n_accepted))
+                    self._expected.labels(depth, lower).inc(expected)
 
     def _add_experts(self, report: SpeculationReport) -> None:
         if report.n_row_experts:

@@ -33,7 +33,7 @@ class Router:
 
     k: int
     scores: FloatArray
-    """What the top-k is taken of; −inf: may not be chosen."""
+    """What the top-k is taken of; −inf or no number: may not be chosen."""
     weights: FloatArray
     """What mixing weights are taken from."""
     scores_are_probabilities: bool = True
@@ -52,7 +52,8 @@ class Router:
         """Mixing weights, but for a factor of each row."""
         weights = self.weights.astype(np.float64)
         if self.weights_are_logits:
-            return np.exp(weights - weights.max(axis=1, keepdims=True))
+            with np.errstate(invalid="ignore"):
+                return np.exp(weights - np.fmax.reduce(weights, axis=1, keepdims=True))
         return weights
 
 
@@ -74,11 +75,13 @@ def top(values: Scores, k: int) -> list[int]:
 
 
 def margins(router: Router) -> list[float]:
-    """By how much each row's best expert leads the best one that is not chosen."""
+    """By how much each row's best expert leads the best one that is not chosen; 0 where that says nothing."""
     result = []
-    for row in router.logits:
+    for row, weights in zip(router.logits, router.mixing, strict=True):
         best = top(row, router.k + 1)
-        result.append(float(row[best[0]] - row[best[-1]]) if len(best) > router.k else 0.0)
+        with np.errstate(invalid="ignore"):
+            margin = float(row[best[0]] - row[best[-1]]) if len(best) > router.k else 0.0
+        result.append(margin if np.isfinite(margin) and np.isfinite(weights).all() else 0.0)
     return result
 
 
@@ -89,7 +92,8 @@ def reused_set(
     logits = router.logits
     allowed = logits > -np.inf
     weight = (prefixes[:, None] * allowed).sum(axis=0)
-    total = (prefixes[:, None] * np.where(allowed, logits, 0)).sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        total = (prefixes[:, None] * np.where(allowed, logits, 0)).sum(axis=0)
     present = residency != ABSENT
     with np.errstate(divide="ignore", invalid="ignore"):
         attraction = np.where(weight > 0, total / weight, -np.inf)

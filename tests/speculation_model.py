@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from s2moe.engine.native_speculation import (
     set_batch_invariance,
 )
 
+from paying_drafts import with_paying_drafts
 from stored_model import Layout, StoredModel
 
 FORCED_DEPTH = 4
@@ -28,6 +30,8 @@ FORCED_DEPTH = 4
 GREEDY: dict[str, Any] = {"temperature": 0}
 EXACT: dict[str, Any] = {"preset": "exact", "adaptive": False}
 """Drafts in every step, and nothing may change."""
+ADAPTIVE: dict[str, Any] = {"preset": "exact"}
+"""Drafts where that pays; SpeculationModel.make_drafts_pay() sees to that."""
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -116,6 +120,18 @@ class SpeculationModel(StoredModel):
             llama_cpp.llama_free(self._draft_context)
             self._draft_context = None
         super().close()
+
+    def make_drafts_pay(self, *options: dict[str, Any]) -> None:
+        """Another speculator on the same context, which has learnt that drafts pay for answers with these
+        options."""
+        for each in options:
+            self.speculator.begin(each)
+        state = with_paying_drafts(self.speculator.state())
+        self.speculator.close()
+        self.speculator = Speculator(
+            self.library, self._context, draft_context=self._draft_context, state=state
+        )
+        assert json.loads(self.speculator.state()) == json.loads(state), "the state was not understood"
 
     def answer(
         self, prompt: list[int], n_tokens: int, options: dict[str, Any], sampling: dict[str, Any] = GREEDY
@@ -235,6 +251,13 @@ def last_positions(model: StoredModel) -> list[int]:
     return [
         int(llama_cpp.llama_memory_seq_pos_max(memory, sequence)) for sequence in range(N_DRAFT_SEQUENCES)
     ]
+
+
+def assert_branched(report: dict[str, Any]) -> None:
+    """Adaptive drafting had drafts, and trees in which some token is followed by several."""
+    assert report["n_admitted"] > 0
+    assert report["admitted_by_depth"][0] > report["n_iterations"], "a root had one child only"
+    assert sum(report["admitted_by_depth"][1:]) > 0, "all drafts were children of a root"
 
 
 def assert_same(answer: Answer, expected: Answer) -> None:

@@ -272,6 +272,51 @@ void test_impossible_steps_are_ignored() {
     CHECK(control.save() == before);
 }
 
+// Costs that rule drafting out may be wrong: every 1,024 tokens it is tried all the same.
+void test_what_is_ruled_out_is_probed_rarely() {
+    controller control;
+    for (int i = 0; i < 100; ++i) {
+        steady_step(control, 0.5);
+    }
+    CHECK(control.current() == state::drafting && !control.is_ruled_out());
+    const auto idle_step = [&](double seconds_per_token) {
+        const bool draft = control.begin_step(false);
+        CHECK(control.is_ruled_out());
+        CHECK(control.current() == (draft ? state::probing : state::paused));
+        control.end_step(draft, draft ? 2 : 1, draft ? 2 * seconds_per_token : 1);
+        return draft;
+    };
+    for (int round = 0; round < 3; ++round) {
+        for (int i = 0; i < 1'024; ++i) {
+            CHECK(!idle_step(1.1));
+        }
+        if (round == 1) {
+            CHECK(!controller().begin_step(false)); // as ever
+            controller copy;
+            CHECK(copy.load(control.save()) && copy.begin_step(false)); // also after a restart
+        }
+        CHECK(control.begin_step(false) && control.begin_step(false)); // the step failed
+        for (int i = 0; i < 3; ++i) {
+            CHECK(idle_step(1.1));
+        }
+        CHECK(std::strcmp(control.name(), "paused") == 0);
+    }
+    for (int i = 0; i < 1'024; ++i) {
+        CHECK(!idle_step(1));
+    }
+    CHECK(idle_step(2) && control.current() == state::paused); // dear ones end at once
+    CHECK(control.n_pauses() == 1 && control.n_probes() == 4);
+    for (int i = 0; i < 10; ++i) {
+        CHECK(!idle_step(1));
+    }
+    // when costs allow it again, it goes on as before
+    control.begin_step(true);
+    CHECK(control.current() == state::drafting && !control.is_ruled_out());
+    control.end_step(true, 2, 1);
+    CHECK(control.current() == state::drafting);
+    CHECK(!idle_step(1) && control.n_pauses() == 1); // costs that waver are one pause
+}
+
 void test_draft_length() {
     controller control;
     CHECK(control.draft_length() == 0);
@@ -308,7 +353,7 @@ void test_state_is_kept() {
             CHECK(!copy.load(changed));
         }
     }
-    for (const auto & [index, bad] : {std::pair(0, 2.0), {1, 2.0}, {6, 0.0}, {8, 0.0}}) { // version, state, sums
+    for (const auto & [index, bad] : {std::pair(0, 1.0), {1, 2.0}, {7, 0.0}, {9, 0.0}}) { // version, state, sums
         auto changed = good;
         changed[index] = bad;
         CHECK(!copy.load(changed));
@@ -326,6 +371,7 @@ void test_controller() {
     test_steps_without_drafts_are_plain();
     test_a_stall_decides_nothing();
     test_impossible_steps_are_ignored();
+    test_what_is_ruled_out_is_probed_rarely();
     test_draft_length();
     test_state_is_kept();
     test_losing_worlds_cost_two_percent_at_most();

@@ -1,5 +1,5 @@
 // The algorithms of speculative decoding, without a model: sets of experts, calibration of confidences, and (in files
-// of their own) the cost model, the expansion of the tree and the controller.
+// of their own) the cost model, the expansion of the tree and its growth, and the controller.
 
 #include <cmath>
 #include <functional>
@@ -15,6 +15,7 @@
 using namespace s2moe;
 
 void test_cost_model();
+void test_drafted_tree();
 void test_expansion();
 void test_controller();
 
@@ -45,7 +46,7 @@ pairs beyond(const expert_set & set, const expert_set & covered) {
 // Against std::set, with numbers of experts that do and do not fill words.
 void test_expert_sets() {
     std::mt19937 random(1);
-    for (const int n_expert : {1, 60, 64, 65, 128, 160}) {
+    for (const int n_expert : {1, 60, 64, 65, 128, 160, 512}) {
         constexpr int n_layers = 5;
         expert_set sets[3];
         pairs expected[3];
@@ -232,6 +233,7 @@ int main() {
     test_calibration_is_monotone_even_where_acceptance_is_not();
     test_calibration_state();
     test_expansion();
+    test_drafted_tree();
     test_controller();
     test_cost_model();
     return 0;

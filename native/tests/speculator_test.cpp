@@ -1,8 +1,11 @@
 // Speculative decoding of a stored model, also while other threads ask the cache and abort.
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <string>
+#include <utility>
 
 #include "stored_model.h"
 
@@ -155,6 +158,83 @@ void test_other_threads_ask_and_abort() {
     s2moe_abort_free(abort);
 }
 
+using resident_set = std::vector<std::pair<int32_t, int32_t>>; // layer, expert; in order
+
+// Waits for reads under way.
+resident_set resident_experts(const stored_model & m) {
+    while (true) {
+        resident_set result;
+        bool is_quiet = true;
+        std::vector<uint8_t> mask(m.info().n_expert);
+        for (int32_t layer = 0; layer < m.n_moe_layer(); ++layer) {
+            CHECK(s2moe_experts_residency(m.experts, layer, mask.data(), static_cast<int32_t>(mask.size())) ==
+                  S2MOE_OK);
+            for (size_t expert = 0; expert < mask.size(); ++expert) {
+                is_quiet = is_quiet && mask[expert] != S2MOE_IN_FLIGHT;
+                if (mask[expert] == S2MOE_RESIDENT) {
+                    result.emplace_back(layer, static_cast<int32_t>(expert));
+                }
+            }
+        }
+        if (is_quiet) {
+            return result;
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+}
+
+// Reads ahead everything that is not in memory, one by one; returns what stayed in memory all the same.
+resident_set after_filling_the_cache(const stored_model & m) {
+    const resident_set before = resident_experts(m);
+    for (const s2moe_expert_id & id : m.everything()) {
+        if (!std::binary_search(before.begin(), before.end(), std::pair(id.layer, id.expert))) {
+            CHECK(s2moe_experts_prefetch(m.experts, &id, 1, S2MOE_PRIORITY_PREFETCH, nullptr) == S2MOE_OK);
+            resident_experts(m);
+        }
+    }
+    CHECK(m.everything().size() >= 2 * before.size()); // enough to take every slot
+    resident_set both;
+    const resident_set after = resident_experts(m);
+    std::set_intersection(before.begin(), before.end(), after.begin(), after.end(), std::back_inserter(both));
+    return both;
+}
+
+// What a step pins for its verification can be evicted again, at whichever moment the step is aborted.
+void test_aborted_steps_leave_nothing_pinned() {
+    const drafting_model m(0);
+    m.plain(); // reads something
+    const auto count_down = [](void * n_left) { return --*static_cast<int32_t *>(n_left) < 0; };
+    int32_t n_aborted = 0;
+    for (int32_t n_calls = 1;; n_calls += 41) {
+        s2moe_sampler * sampler = m.prefill();
+        CHECK(s2moe_speculator_begin(m.speculator, exact) == S2MOE_OK);
+        int32_t n_left = n_calls;
+        int32_t chosen[S2MOE_N_VERIFY_ROWS] = {};
+        int32_t n = 0;
+        llama_set_abort_callback(m.ctx.get(), count_down, &n_left);
+        const int32_t status =
+            s2moe_speculator_step(m.speculator, sampler, m.tokens(9).back(), 8, n_answer, chosen, &n);
+        llama_set_abort_callback(m.ctx.get(), nullptr, nullptr);
+        s2moe_sampler_free(sampler);
+        if (status == S2MOE_OK) {
+            break;
+        }
+        CHECK(status == S2MOE_ERROR_ABORTED);
+        ++n_aborted;
+        for (int32_t i = 0; i < 3; ++i) { // until what was read ahead is not kept any more
+            const int32_t token = m.tokens(9).back();
+            CHECK(s2moe_decode(m.ctx.get(), &token, 1, 8 + i, false) == S2MOE_OK);
+        }
+        CHECK(after_filling_the_cache(m).empty());
+    }
+    CHECK(n_aborted > 4);
+    // the check sees what is pinned
+    const auto [layer, expert] = resident_experts(m).front();
+    const s2moe_expert_id id = {layer, expert};
+    CHECK(s2moe_experts_pin(m.experts, &id, 1) == S2MOE_OK);
+    CHECK((after_filling_the_cache(m) == resident_set{{layer, expert}}));
+}
+
 } // namespace
 
 int main() {
@@ -162,5 +242,6 @@ int main() {
     test_exact_steps_give_plain_tokens();
     test_gated_steps_keep_their_books();
     test_other_threads_ask_and_abort();
+    test_aborted_steps_leave_nothing_pinned();
     return 0;
 }

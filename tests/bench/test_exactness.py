@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from s2moe.engine.messages import Configure, Speculation
 from s2moe.engine.model import Model
 
 from gguf_factory import write_random_model
+from paying_drafts import with_paying_drafts
 
 
 def answer(tokens: list[int], leads: list[float], *, salt: bytes = b"") -> Answer:
@@ -49,25 +51,45 @@ def test_questions_differ() -> None:
     assert len(questions(3)) == 3
 
 
-@pytest.mark.parametrize("flags", [[], ["--forced"]], ids=["adaptive", "forced"])
-def test_a_random_model(tmp_path: Path, flags: list[str]) -> None:
-    path = tmp_path / "model.gguf"
-    write_random_model(path, "qwen3moe")
+def comparison(path: Path, n_prompts: int, *flags: str, keep: bool = False) -> Totals:
     model = Model(
         Configure(
             model_path=str(path),
             n_ctx=512,
             n_threads=1,
-            keep_expert_counts=False,
+            keep_expert_counts=keep,
             speculation=Speculation(method="s2moe"),
         ),
         lambda _phase, _fraction: None,
     )
     try:
-        totals = compare(model, parse(["--prompts", "2", "--tokens", "24", *flags]))
+        return compare(model, parse(["--prompts", str(n_prompts), "--tokens", "24", *flags]))
     finally:
         model.close()
+
+
+def test_forced_drafts_of_a_random_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_random_model(path, "qwen3moe")
+    totals = comparison(path, 2, "--forced")
     assert totals.is_exact, totals.differences
     assert totals.n_prompts == 2
-    assert totals.n_iterations > 0 or not flags
+    assert totals.n_iterations > 0
     assert f"| tokens | {totals.n_tokens} |" in table(totals, 1e-3)
+
+
+def test_adaptive_drafts_of_a_random_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are known from an earlier run to pay."""
+    monkeypatch.setenv("S2MOE_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    write_random_model(path, "qwen3moe")
+    comparison(path, 1, keep=True)
+    (kept,) = (tmp_path / "cache" / "speculation").iterdir()
+    content = json.loads(kept.read_text())
+    content["state"] = json.loads(with_paying_drafts(json.dumps(content["state"]).encode()))
+    kept.write_text(json.dumps(content))
+    totals = comparison(path, 2, keep=True)
+    assert totals.is_exact, totals.differences
+    assert totals.n_iterations > totals.n_tokens / 8
+    assert totals.n_admitted > totals.n_iterations
+    assert totals.n_accepted > 0

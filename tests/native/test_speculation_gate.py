@@ -18,7 +18,7 @@ from speculation_model import EXACT, Run, SpeculationModel
 from stored_model import PROMPT
 
 N_CASES = 400
-KINDS = ("softmax", "flat", "sigmoid", "groups", "logits", "ties")
+KINDS = ("softmax", "flat", "sigmoid", "groups", "logits", "ties", "infinite logits", "no numbers")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
 
 
 def random_router(kind: str, order: np.random.Generator) -> Router:
-    n_rows, n_expert = int(order.integers(1, 9)), int(order.choice([4, 8, 12, 32, 64]))
+    n_rows, n_expert = int(order.integers(1, 9)), int(order.choice([4, 8, 12, 32, 64, 160, 512]))
     k = int(order.integers(1, min(9, n_expert)))
     # rows resemble each other, as neighbouring tokens do
     logits = 1.5 * order.standard_normal((1, n_expert)) + order.standard_normal((n_rows, n_expert))
@@ -50,15 +50,24 @@ def random_router(kind: str, order: np.random.Generator) -> Router:
     if kind == "ties":
         logits = np.round(logits)
     logits = logits.astype(np.float32)
-    if kind == "logits":
+    if kind == "infinite logits":  # of a damaged row, beside sound ones
+        for row in np.flatnonzero(order.random(n_rows) < 0.3):
+            logits[row, order.integers(0, n_expert, int(order.integers(1, 4)))] = np.inf
+    if kind in ("logits", "infinite logits"):
         return Router(k, logits, logits, scores_are_probabilities=False, weights_are_logits=True)
-    if kind in ("sigmoid", "groups"):
+    if kind in ("sigmoid", "groups", "no numbers"):
         probabilities = 1 / (1 + np.exp(-logits))
         scores = probabilities + 0.05 * order.standard_normal(n_expert).astype(np.float32)
         if kind == "groups":
             k = min(k, n_expert // 4)
             for row in scores:
                 row.reshape(4, -1)[order.integers(4)] = -np.inf
+        if kind == "no numbers":  # in the scores, which may have a bias, and seldom in the weights, too
+            for row in range(n_rows):
+                damaged = order.integers(0, n_expert, int(order.integers(0, 4)))
+                scores[row, damaged] = order.choice([np.nan, np.inf], len(damaged), p=[0.7, 0.3])
+                if order.random() < 0.1:
+                    probabilities[row, damaged] = order.choice([np.nan, np.inf])
         return Router(k, scores, probabilities, scores_are_probabilities=False)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     return Router(k, probabilities, probabilities)
@@ -161,7 +170,7 @@ def test_without_a_budget_the_choice_is_the_routers(
         assert changed(choices) == 0
         assert [choice.displaced for choice in choices] == [0] * len(choices)
         logits = case.router.logits
-        for row, choice in zip(logits, choices, strict=True):
+        for row, choice in zip(np.where(np.isnan(logits), -np.inf, logits), choices, strict=True):
             assert sorted(row[choice.exact]) == sorted(np.sort(row)[::-1][: len(choice.exact)])
 
 
@@ -197,6 +206,26 @@ def test_a_single_row_is_bent_to_what_is_resident(library: Library) -> None:
     assert choice.displaced == pytest.approx(0.25 / 0.65, rel=1e-6)
     (strict,) = replace(case, allowances=np.array([0.38])).native(library)
     assert strict.chosen == {0, 1}
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_infinite_scores_have_no_margin(n_rows: int, library: Library) -> None:
+    """By hand: inf − inf is no number, and bends nobody; the sound row is bent as ever."""
+    infinite, sound = [0, 0, 0, np.inf, np.inf, np.inf], [3, 2, 1.9, -1, -2, -2]
+    scores = np.array([infinite, sound][2 - n_rows :], np.float32)
+    case = Case(
+        GateSettings(budget=1, strength=1, single_token_bias=True),
+        Router(2, scores, scores, scores_are_probabilities=False, weights_are_logits=True),
+        np.array([0, 0, 2, 2, 0, 0], np.uint8),
+        np.ones(n_rows),
+        np.ones(n_rows),
+    )
+    *damaged, last = case.native(library)
+    assert last.chosen == {0, 2}
+    assert 0 < last.displaced < 1
+    for choice in damaged:
+        assert choice.chosen == set(choice.exact) == {3, 4}
+        assert choice.displaced == 0
 
 
 # ── in a running model ──────────────────────────────────────────────────────────────────────────

@@ -237,6 +237,24 @@ def test_reports_are_json_of_whole_numbers_and_lists(model: SpeculationModel) ->
     assert report["draft_seconds"] > 0
 
 
+def test_confidences_are_counted_by_depth_and_tenth(model: SpeculationModel) -> None:
+    report = model.answer(PROMPT, 32, EXACT).report
+    judged = report["judged_drafts"]
+    assert [len(tenths) for tenths in judged] == [10] * (N_VERIFY_ROWS - 1)
+    by_depth = [[sum(each[i] for each in tenths) for i in (0, 1)] for tenths in judged]
+    by_tenth = [[sum(each[i] for each in depths) for i in (0, 1)] for depths in zip(*judged, strict=True)]
+    assert by_depth == report["confidence_by_depth"]
+    assert by_tenth == report["confidence"]
+    assert report["n_iterations"] < sum(n for n, _ in by_depth)
+    for tenths in judged:
+        for tenth, (n, n_accepted, expected) in enumerate(tenths):
+            assert n_accepted <= n
+            assert n * tenth / 10 <= expected <= n * (tenth + 1) / 10
+    # what one answer counted is not the next one's
+    again = model.answer(PROMPT, 1, {"method": "off"}).report
+    assert sum(n for tenths in again["judged_drafts"] for n, _, _ in tenths) == 0
+
+
 def test_a_sampler_of_a_grammar_that_is_done(model: SpeculationModel) -> None:
     """The answer ends inside a step where the grammar allows nothing but its end."""
     sampling = {"temperature": 0, "grammar": 'root ::= "ab" "c"'}

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from s2moe.engine.messages import CostFit, SpeculationReport
 
+NONE_JUDGED = (0, 0, 0.0)
+JUDGED = [
+    [(0, 0, 0.0), (2, 0, 0.25), *[NONE_JUDGED] * 5, (4, 3, 3.0), (0, 0, 0.0), (3, 3, 2.75)],
+    [*[NONE_JUDGED] * 7, (2, 1, 1.5), (5, 4, 4.25), NONE_JUDGED],
+    *[[NONE_JUDGED] * 10 for _ in range(5)],
+]
 REPORT = SpeculationReport(
     method="s2moe",
     preset="balanced",
@@ -36,8 +42,12 @@ REPORT = SpeculationReport(
     routing_misses=90,
     routing_extra=60,
     confidence=[(0, 0), (2, 0), (3, 1), (4, 1), (3, 1), (3, 2), (3, 2), (2, 1), (2, 2), (2, 2)],
+    judged_drafts=JUDGED,
     n_graph_builds=3,
+    is_paced=True,
     controller_state="probing",
+    n_pauses=2,
+    n_probes=5,
     draft_length=2.5,
     verify_fit=CostFit(r2=0.97, mape=0.03, n=120),
     draft_fit=CostFit(r2=0.9, mape=0.06, n=80),

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_rig import ServerRig, StartServer, chat
 from speculation_reports import NOTHING_DRAFTED, REPORT
 
-from s2moe.engine.messages import Finished, Generate, SpeculationReport, Step, Timings
+from s2moe.engine.messages import Failed, Finished, Generate, SpeculationReport, Step, Timings
 from s2moe.server import speculation_metrics as names
 from s2moe.server.engine_client import EngineState
 
@@ -74,10 +74,18 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
         ),
         *(("spec_decode_routing_prediction_total", {"result": r}) for r in ("hit", "miss", "extra")),
         *(
-            ("spec_decode_confidence_observed_total", {"bin": f"0.{b}", "accepted": a})
+            ("spec_decode_confidence_observed_total", {"depth": str(d), "bin": f"0.{b}", "accepted": a})
+            for d in range(1, 8)
             for b in range(10)
             for a in ("true", "false")
         ),
+        *(
+            ("spec_decode_confidence_expected_total", {"depth": str(d), "bin": f"0.{b}"})
+            for d in range(1, 8)
+            for b in range(10)
+        ),
+        ("spec_decode_pauses_total", {}),
+        ("spec_decode_probes_total", {}),
         *(("spec_decode_controller_state", {"state": s}) for s in ("drafting", "paused", "probing")),
         *(("spec_decode_disabled_total", {"reason": r}) for r in names.DISABLED_REASONS),
         ("spec_decode_enabled", {}),
@@ -135,11 +143,18 @@ async def test_each_number_of_a_report_reaches_its_series(rig: ServerRig) -> Non
         ("spec_decode_routing_prediction_total", {"result": "hit"}, 600),
         ("spec_decode_routing_prediction_total", {"result": "miss"}, 180),
         ("spec_decode_routing_prediction_total", {"result": "extra"}, 120),
-        ("spec_decode_confidence_observed_total", {"bin": "0.1", "accepted": "true"}, 0),
-        ("spec_decode_confidence_observed_total", {"bin": "0.1", "accepted": "false"}, 4),
-        ("spec_decode_confidence_observed_total", {"bin": "0.7", "accepted": "true"}, 2),
-        ("spec_decode_confidence_observed_total", {"bin": "0.7", "accepted": "false"}, 2),
-        ("spec_decode_confidence_observed_total", {"bin": "0.9", "accepted": "true"}, 4),
+        ("spec_decode_confidence_observed_total", {"depth": "1", "bin": "0.1", "accepted": "true"}, 0),
+        ("spec_decode_confidence_observed_total", {"depth": "1", "bin": "0.1", "accepted": "false"}, 4),
+        ("spec_decode_confidence_observed_total", {"depth": "1", "bin": "0.7", "accepted": "true"}, 6),
+        ("spec_decode_confidence_observed_total", {"depth": "1", "bin": "0.7", "accepted": "false"}, 2),
+        ("spec_decode_confidence_observed_total", {"depth": "2", "bin": "0.7", "accepted": "true"}, 2),
+        ("spec_decode_confidence_observed_total", {"depth": "2", "bin": "0.8", "accepted": "false"}, 2),
+        ("spec_decode_confidence_observed_total", {"depth": "7", "bin": "0.9", "accepted": "true"}, 0),
+        ("spec_decode_confidence_expected_total", {"depth": "1", "bin": "0.7"}, 6),
+        ("spec_decode_confidence_expected_total", {"depth": "1", "bin": "0.9"}, 5.5),
+        ("spec_decode_confidence_expected_total", {"depth": "2", "bin": "0.8"}, 8.5),
+        ("spec_decode_pauses_total", {}, 4),
+        ("spec_decode_probes_total", {}, 10),
         ("spec_decode_controller_state", {"state": "probing"}, 1),
         ("spec_decode_controller_state", {"state": "off"}, 0),
         ("spec_decode_draft_length", {}, 2.5),
@@ -175,8 +190,15 @@ async def test_request_without_drafts_leaves_its_reason_and_no_sample(rig: Serve
         ("spec_decode_phase_seconds_total", (("method", "off"), ("phase", "verify"))): 1.5,
         ("spec_decode_controller_state", (("state", "probing"),)): -1,
         ("spec_decode_controller_state", (("state", "off"),)): 1,
-        ("spec_decode_draft_length", ()): -2.5,
     }
+
+
+async def test_drafts_that_no_controller_paces_leave_its_draft_length(rig: ServerRig) -> None:
+    rig.metrics.on_finished(end(REPORT))
+    cascade = msgspec.structs.replace(REPORT, method="cascade", is_paced=False, draft_length=0.0)
+    rig.metrics.on_finished(end(cascade))
+    assert await rig.sample("s2moe_spec_decode_draft_length") == 2.5
+    assert await rig.sample("s2moe_spec_decode_nodes_total", outcome="admitted") == 48
 
 
 async def test_an_engine_of_another_version_cannot_invent_label_values(rig: ServerRig) -> None:
@@ -187,7 +209,7 @@ async def test_an_engine_of_another_version_cannot_invent_label_values(rig: Serv
         disabled_reason="invented",
         controller_state="invented",
         accepted_by_depth=[1] * 20,
-        confidence=[(1, 2)] * 20,
+        judged_drafts=[[(1, 2, 0.5)] * 20] * 20,
         sample_seconds=-1e-9,
     )
     rig.metrics.on_finished(end(strange))
@@ -196,7 +218,7 @@ async def test_an_engine_of_another_version_cannot_invent_label_values(rig: Serv
     assert "invented" not in text
     assert await rig.sample("s2moe_spec_decode_disabled_total", reason="other") == 2
     assert await rig.sample("s2moe_spec_decode_phase_seconds_total", phase="sample", method="s2moe") == 0
-    labels = {"bin": "0.9", "accepted": "false"}
+    labels = {"depth": "7", "bin": "0.9", "accepted": "false"}
     assert await rig.sample("s2moe_spec_decode_confidence_observed_total", **labels) == 0
 
 
@@ -249,6 +271,24 @@ async def test_cancelled_requests_are_counted_too(start_server: StartServer) -> 
     await rig.until_idle()
     assert await rig.sample("s2moe_spec_decode_nodes_total", outcome="accepted") == 12
     assert await rig.sample("s2moe_spec_decode_request_acceptance_ratio_count", method="s2moe") == 1
+
+
+async def test_failed_requests_are_counted_too(start_server: StartServer) -> None:
+    report = msgspec.structs.replace(REPORT, disabled_reason="error")
+
+    def script(request: Generate) -> list[Any]:
+        failed = Failed(
+            request_id=request.request_id,
+            code="numeric_error",
+            message="no logits",
+            timings=Timings(speculation=report),
+        )
+        return [started(request), step(request, "Hello"), failed]
+
+    rig = await start_server(FakeEngine(script))
+    await rig.post(chat())
+    assert await rig.sample("s2moe_spec_decode_nodes_total", outcome="accepted") == 12
+    assert await rig.sample("s2moe_spec_decode_disabled_total", reason="error") == 1
 
 
 async def test_step_of_several_tokens_is_shared_among_them(start_server: StartServer) -> None:

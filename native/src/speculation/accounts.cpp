@@ -111,6 +111,7 @@ void speculator::commit(const drafted_tree & tree, const std::vector<int> & path
     if (n_admitted == 0) {
         return;
     }
+    counters.add_judged(learnt->confidences.take_judged());
     ++counters.n_iterations;
     counters.n_admitted += n_admitted;
     counters.n_accepted += static_cast<int64_t>(path.size());
@@ -130,7 +131,8 @@ std::string speculator::report() const {
     result["error_budget"] = options.gate.budget;
     const int64_t n_reused = llama_moe_get_n_graph_reuses(ctx) - n_reuses_before;
     result["n_graph_builds"] = std::max<int64_t>(0, n_decodes - n_reused);
-    result["controller"] = {{"state",
+    result["controller"] = {{"is_paced", is_paced()},
+                            {"state",
                              options.method == draft_method::off || !counters.disabled_reason.empty() ? "off"
                              : is_paced() ? learnt->pacing.name()
                                           : "drafting"},

@@ -81,6 +81,12 @@ double calibration::calibrated(double confidence, int depth) const {
 void calibration::observe(double confidence, int depth, bool accepted) {
     static const double decay = std::exp2(-1 / half_life);
     confidence = cleaned(confidence);
+    const double expected = calibrated(confidence, depth);
+    judged & same =
+        fresh[std::clamp(depth, 1, n_depths) - 1][std::min(static_cast<int>(expected * n_tenths), n_tenths - 1)];
+    ++same.n;
+    same.accepted += accepted;
+    same.expected += expected;
     for (row & tenths : tallies) {
         for (tally & each : tenths) {
             each.n *= decay;
@@ -93,6 +99,10 @@ void calibration::observe(double confidence, int depth, bool accepted) {
     own.n += 1;
     own.confidence += confidence;
     own.accepted += accepted ? 1 : 0;
+}
+
+calibration::judged_drafts calibration::take_judged() {
+    return std::exchange(fresh, {});
 }
 
 std::vector<double> calibration::save() const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -16,6 +17,18 @@ namespace s2moe {
 // straight lines, so that a larger confidence never yields a smaller value.
 class calibration {
   public:
+    static constexpr int n_tenths = 10;
+    static constexpr int n_depths = 8; // the last one stands for all below it
+
+    // Observed drafts that had about the same probability of acceptance.
+    struct judged {
+        int64_t n = 0;
+        int64_t accepted = 0;
+        double expected = 0; // sum of these probabilities
+    };
+    // [depth - 1][tenth of the probability]
+    using judged_drafts = std::array<std::array<judged, n_tenths>, n_depths>;
+
     // confidence: probability that the draft gives the token, 0..1, other values are clamped and NaN is 0;
     // depth: 1 for a child of the root. Returns the probability of acceptance given that the parent was accepted.
     double calibrated(double confidence, int depth) const;
@@ -24,14 +37,14 @@ class calibration {
     // accepted tell that. confidence: the draft's own, not a calibrated one.
     void observe(double confidence, int depth, bool accepted);
 
+    // What was observed since the last call, by the probability that calibrated() gave just before.
+    judged_drafts take_judged();
+
     // load() changes nothing and returns false where the numbers are not a state of this version, or not possible.
     std::vector<double> save() const;
     bool load(std::span<const double> state);
 
   private:
-    static constexpr int n_tenths = 10;
-    static constexpr int n_depths = 8; // the last one stands for all below it
-
     // Decayed sums.
     struct tally {
         double n = 0;
@@ -43,6 +56,7 @@ class calibration {
     std::array<double, n_tenths> curve(int depth) const;
 
     std::array<row, n_depths> tallies{};
+    judged_drafts fresh{}; // not kept
 };
 
 } // namespace s2moe

@@ -4,6 +4,20 @@
 
 namespace s2moe {
 
+void cascade::limit(int longest) {
+    std::vector<int> allowed;
+    for (const int length : cascade().lengths) {
+        if (allowed.empty() || allowed.back() < longest) {
+            allowed.push_back(std::min(length, longest));
+        }
+    }
+    if (allowed != lengths) {
+        *this = {};
+        lengths = allowed;
+        trials.resize(lengths.size());
+    }
+}
+
 void cascade::end_step(int n_tokens, double seconds) {
     if (testing) {
         trials[tested].tokens += n_tokens;
@@ -15,7 +29,7 @@ void cascade::end_step(int n_tokens, double seconds) {
     if (!testing) { // start over
         testing = true;
         tested = 0;
-        trials = {};
+        trials.assign(lengths.size(), {});
         n_left = test_steps;
         return;
     }

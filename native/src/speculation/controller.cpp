@@ -7,7 +7,7 @@ namespace s2moe {
 
 namespace {
 
-constexpr double state_version = 1;
+constexpr double state_version = 2;
 
 constexpr double drafting_keep = 0.99; // per drafting step
 constexpr double recent_keep = 0.9;
@@ -77,11 +77,15 @@ double controller::evidence(const record & steps) const {
 }
 
 controller::state controller::current() const {
-    return now;
+    return !ruled_out ? now : trying ? state::probing : state::paused;
+}
+
+bool controller::is_ruled_out() const {
+    return ruled_out;
 }
 
 const char * controller::name() const {
-    switch (now) {
+    switch (current()) {
     case state::paused:
         return "paused";
     case state::probing:
@@ -98,11 +102,31 @@ bool controller::plain_is_due() const {
     return since_plain + 1 >= (evidence(drafting) < -settled_evidence ? settled_interval : open_interval);
 }
 
-bool controller::begin_step() {
+void controller::begin_probe() {
+    ++probes;
+    probe_steps = probe_loss = 0;
+}
+
+bool controller::probe_is_over() const {
+    return probe_steps >= longest_probe_steps || probe_loss >= longest_probe_loss * plain.mean();
+}
+
+bool controller::begin_step(bool can_pay) {
+    if (!can_pay) {
+        if (!ruled_out && now == state::drafting && idle_tokens == 0) { // costs may waver
+            ++pauses;
+        }
+        ruled_out = true;
+        if (idle_tokens >= longest_pause_tokens && !trying) {
+            trying = true;
+            begin_probe();
+        }
+        return trying;
+    }
+    ruled_out = trying = false;
     if (now == state::paused && waited_tokens >= pause_tokens) {
         now = state::probing;
-        ++probes;
-        probe_steps = probe_loss = 0;
+        begin_probe();
         recent = {};
         drafting.fade(std::min(0.5, probe_memory / std::max(drafting.steps, probe_memory)));
     }
@@ -119,14 +143,22 @@ void controller::end_step(bool drafted, int n_tokens, double seconds) {
         if (now == state::paused) {
             waited_tokens += n_tokens;
         }
+        if (ruled_out) {
+            idle_tokens += n_tokens;
+        }
         return;
     }
     drafting.add(n_tokens, seconds, drafting_keep);
     recent.add(n_tokens, seconds, recent_keep);
     ++since_plain;
-    if (now == state::probing) {
-        ++probe_steps;
-        probe_loss += seconds - plain.mean() * n_tokens;
+    ++probe_steps;
+    probe_loss += seconds - plain.mean() * n_tokens;
+    if (ruled_out) {
+        if (probe_is_over()) {
+            trying = false;
+            idle_tokens = 0;
+        }
+    } else if (now == state::probing) {
         judge_probe();
     } else if (now == state::drafting && recent.steps >= least_drafting_steps && plain.steps >= least_plain_steps &&
                (evidence(drafting) > pause_evidence || evidence(recent) > recent_pause_evidence)) {
@@ -135,7 +167,7 @@ void controller::end_step(bool drafted, int n_tokens, double seconds) {
 }
 
 void controller::judge_probe() {
-    if (probe_steps < longest_probe_steps && probe_loss < longest_probe_loss * plain.mean()) {
+    if (!probe_is_over()) {
         return;
     }
     if (evidence(recent) < -probe_alone_evidence) {
@@ -184,8 +216,13 @@ double controller::plain_seconds() const {
 std::vector<double> controller::save() const {
     // a probe that was going on is repeated
     const double which = now == state::drafting ? 0 : 1;
-    std::vector<double> numbers{
-        state_version, which, pause_tokens, now == state::probing ? pause_tokens : waited_tokens, since_plain, length};
+    std::vector<double> numbers{state_version,
+                                which,
+                                pause_tokens,
+                                now == state::probing ? pause_tokens : waited_tokens,
+                                idle_tokens,
+                                since_plain,
+                                length};
     for (const record & each : {drafting, recent, plain}) {
         numbers.insert(numbers.end(), {each.steps, each.tokens, each.seconds, each.squares});
     }
@@ -193,7 +230,7 @@ std::vector<double> controller::save() const {
 }
 
 bool controller::load(std::span<const double> numbers) {
-    if (numbers.size() != 18 || numbers[0] != state_version || (numbers[1] != 0 && numbers[1] != 1) ||
+    if (numbers.size() != 19 || numbers[0] != state_version || (numbers[1] != 0 && numbers[1] != 1) ||
         !std::all_of(numbers.begin(), numbers.end(), [](double value) { return std::isfinite(value) && value >= 0; })) {
         return false;
     }
@@ -201,11 +238,12 @@ bool controller::load(std::span<const double> numbers) {
     other.now = numbers[1] == 0 ? state::drafting : state::paused;
     other.pause_tokens = std::min(numbers[2], longest_pause_tokens);
     other.waited_tokens = numbers[3];
-    other.since_plain = numbers[4];
-    other.length = numbers[5];
-    other.drafting = {numbers[6], numbers[7], numbers[8], numbers[9]};
-    other.recent = {numbers[10], numbers[11], numbers[12], numbers[13]};
-    other.plain = {numbers[14], numbers[15], numbers[16], numbers[17]};
+    other.idle_tokens = numbers[4];
+    other.since_plain = numbers[5];
+    other.length = numbers[6];
+    other.drafting = {numbers[7], numbers[8], numbers[9], numbers[10]};
+    other.recent = {numbers[11], numbers[12], numbers[13], numbers[14]};
+    other.plain = {numbers[15], numbers[16], numbers[17], numbers[18]};
     for (const record & each : {other.drafting, other.recent, other.plain}) {
         if ((each.steps > 0) != (each.tokens > 0) || (each.steps > 0) != (each.seconds > 0)) {
             return false;

@@ -19,6 +19,10 @@ namespace s2moe {
 // comparison is open. A step that takes more than 4 times what is usual for its kind counts as 4 times: one
 // stall decides nothing.
 //
+// Where the costs rule drafting out, whatever is accepted, it pauses as long as they do. But costs of drafts are known
+// from drafts alone, and may have been learnt while something else was running, so there are probes after every 1,024
+// tokens of that; nothing of it touches the states above.
+//
 // A pause is 32 tokens, and up to 1,024 while probes fail. A probe is up to 3 drafting steps, and ends early once it
 // has lost the seconds of 1.5 plain tokens. Earlier evidence against drafting counts no more than 6 steps in it, and
 // half as much as in the probe before, so that a text for which drafting pays again is noticed.
@@ -30,7 +34,11 @@ class controller {
     const char * name() const; // "drafting", "paused", "probing"
 
     // Whether this step may draft. To be followed by end_step(), or by another begin_step() if the step failed.
-    bool begin_step();
+    // can_pay: false where the known costs rule drafting out.
+    bool begin_step(bool can_pay = true);
+
+    // Whether the last begin_step() was told so.
+    bool is_ruled_out() const;
 
     // What the step took in all. drafted: the draft evaluated anything, whether or not a node was admitted; otherwise
     // the step was a plain one. Steps of no tokens, or whose seconds are not finite and positive, are ignored.
@@ -69,6 +77,8 @@ class controller {
     // Of the difference to the plain mean in standard errors; > 0: drafting is slower.
     double evidence(const record & steps) const;
     bool plain_is_due() const;
+    void begin_probe();
+    bool probe_is_over() const;
     void judge_probe();
     void pause(bool probe_failed);
 
@@ -78,9 +88,12 @@ class controller {
     record plain;
     double pause_tokens = 0;  // of the current or the last pause; 0: none since drafting last paid
     double waited_tokens = 0; // of the current pause
-    double since_plain = 0;   // drafting steps since the last plain one
-    double probe_steps = 0;   // of the current probe
-    double probe_loss = 0;    // seconds more than plain tokens would have taken
+    bool ruled_out = false;
+    bool trying = false;    // a probe while ruled out
+    double idle_tokens = 0; // while ruled out, since the last such probe
+    double since_plain = 0; // drafting steps since the last plain one
+    double probe_steps = 0; // of the current probe
+    double probe_loss = 0;  // seconds more than plain tokens would have taken
     double length = 0;
     int pauses = 0;
     int probes = 0;

@@ -19,6 +19,18 @@ template <size_t n> common_json pairs(const std::array<std::array<int64_t, 2>, n
     return result;
 }
 
+common_json triples(const calibration::judged_drafts & judged) {
+    common_json result = common_json::array();
+    for (int depth = 1; depth <= speculation_counters::depths; ++depth) {
+        common_json tenths = common_json::array();
+        for (const calibration::judged & each : judged[depth - 1]) {
+            tenths.push_back(common_json::array({each.n, each.accepted, each.expected}));
+        }
+        result.push_back(tenths);
+    }
+    return result;
+}
+
 common_json durations(const duration_histogram & histogram) {
     return {{"counts", list(histogram.counts)}, {"seconds", histogram.seconds}};
 }
@@ -28,6 +40,16 @@ common_json durations(const duration_histogram & histogram) {
 void duration_histogram::add(double duration) {
     ++counts[std::lower_bound(bounds.begin(), bounds.end(), duration) - bounds.begin()];
     seconds += duration;
+}
+
+void speculation_counters::add_judged(const calibration::judged_drafts & more) {
+    for (size_t depth = 0; depth < judged.size(); ++depth) {
+        for (size_t tenth = 0; tenth < judged[depth].size(); ++tenth) {
+            judged[depth][tenth].n += more[depth][tenth].n;
+            judged[depth][tenth].accepted += more[depth][tenth].accepted;
+            judged[depth][tenth].expected += more[depth][tenth].expected;
+        }
+    }
 }
 
 common_json speculation_counters::to_json() const {
@@ -65,7 +87,8 @@ common_json speculation_counters::to_json() const {
             {"routing_misses", routing_misses},
             {"routing_extra", routing_extra},
             {"confidence", pairs(confidence)},
-            {"confidence_by_depth", pairs(confidence_by_depth)}};
+            {"confidence_by_depth", pairs(confidence_by_depth)},
+            {"judged_drafts", triples(judged)}};
 }
 
 } // namespace s2moe

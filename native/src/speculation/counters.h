@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "calibration.h"
 #include "json.h"
 #include "s2moe.h"
 
@@ -14,8 +15,8 @@ namespace s2moe {
 // How often something took how long.
 struct duration_histogram {
     // upper bounds of the buckets in seconds; a last bucket has none
-    static constexpr std::array<double, 17> bounds = {0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04,
-                                                      0.06,  0.08,  0.1,   0.15,  0.25, 0.5,   1,    2.5};
+    static constexpr std::array<double, 17> bounds = {
+        0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5};
 
     std::array<int64_t, bounds.size() + 1> counts = {};
     double seconds = 0; // of all of them
@@ -61,6 +62,9 @@ struct speculation_counters {
     int64_t routing_extra = 0;
     std::array<std::array<int64_t, 2>, 10> confidence = {};
     std::array<std::array<int64_t, 2>, depths> confidence_by_depth = {};
+    calibration::judged_drafts judged = {};
+
+    void add_judged(const calibration::judged_drafts & more);
 
     // An object with one key per member.
     common_json to_json() const;

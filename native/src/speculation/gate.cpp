@@ -38,6 +38,7 @@ struct gated_row {
     std::vector<double> scores;  // l_b
     std::vector<double> weights; // mixing weights up to a common factor
     double margin = 0;           // m_b
+    bool is_finite = true;       // all weights
 };
 
 gated_row read_row(const gate_input & input, int row) {
@@ -54,6 +55,7 @@ gated_row read_row(const gate_input & input, int row) {
                                  : static_cast<double>(scores[e]);
         result.scores.push_back(std::isnan(score) ? no_score : score);
         result.weights.push_back((input.kind & LLAMA_MOE_WEIGHTS_EXP) != 0 ? std::exp(weights[e] - top) : weights[e]);
+        result.is_finite = result.is_finite && std::isfinite(result.weights.back());
     }
     return result;
 }
@@ -115,8 +117,10 @@ std::vector<gate_choice> choose_experts(const gate_settings & settings,
     for (int b = 0; b < input.n_rows; ++b) {
         rows.push_back(read_row(input, b));
         const std::vector<int> order = best(rows[b].scores, input.k + 1);
-        rows[b].margin =
-            static_cast<int>(order.size()) > input.k ? rows[b].scores[order.front()] - rows[b].scores[order.back()] : 0;
+        if (static_cast<int>(order.size()) > input.k && rows[b].is_finite) {
+            const double margin = rows[b].scores[order.front()] - rows[b].scores[order.back()];
+            rows[b].margin = std::isfinite(margin) ? margin : 0;
+        }
         choices[b].exact.assign(order.begin(),
                                 order.begin() + std::min<int64_t>(input.k, static_cast<int64_t>(order.size())));
         choices[b].chosen = choices[b].exact;

@@ -57,6 +57,8 @@ struct gate_choice {
  * expert that an earlier row of this batch has chosen, 1 for another one in memory or on its way, 2 for one that is
  * not. The most expensive give way first, of equally expensive ones the least scored. Rows are taken in the order of
  * the batch, so ancestors come before descendants. A row with lambda_b = 0 keeps the router's choice.
+ * m_b is 0 where it is not finite, or a mixing weight of the row is not; an expert whose score is no number may not be
+ * chosen.
  *
  *   prefixes    [n_rows] w_b; 1 for the root
  *   allowances  [n_rows] displaced weight that the row may spend in this layer

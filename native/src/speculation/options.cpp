@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <string_view>
 
 #include "error.h"
@@ -42,6 +43,11 @@ constexpr std::array<std::string_view, 15> keys = {"method",
 
 [[noreturn]] void reject(const char * key, const std::string & allowed) {
     throw failure(S2MOE_ERROR_INVALID, std::string(key) + " must be " + allowed);
+}
+
+// The tree of expert-skip has two chains.
+int most_nodes(draft_method method) {
+    return (method == draft_method::expert_skip ? 2 : 1) * (S2MOE_N_VERIFY_ROWS - 1);
 }
 
 // Reads the keys of one object.
@@ -175,12 +181,35 @@ speculation_options read_options(const char * json, int k, int n_expert) {
     if (result.draft_experts == 0) {
         result.draft_experts = std::max(1, k / 4);
     }
-    result.max_nodes = options.integer("max_nodes", 1, S2MOE_N_VERIFY_ROWS - 1, S2MOE_N_VERIFY_ROWS - 1);
+    result.max_nodes = options.integer("max_nodes", 1, S2MOE_N_VERIFY_ROWS - 1, most_nodes(result.method));
     result.adaptive = options.flag("adaptive", true);
     result.shared_context = options.flag("shared_context", result.method != draft_method::expert_skip);
     result.prefetch = options.flag("prefetch", result.method == draft_method::s2moe);
     result.samples = options.flag("samples", false);
     return result;
+}
+
+std::string speculation_options::regime_key() const {
+    std::string key = preset + "/" + std::to_string(draft_experts) + "/" + (shared_context ? "shared" : "own");
+    if (!prefetch) {
+        key += "/no-prefetch";
+    }
+    if (max_nodes != most_nodes(method)) {
+        key += "/nodes-" + std::to_string(max_nodes);
+    }
+    if (preset == "custom") {
+        char values[96];
+        std::snprintf(values,
+                      sizeof(values),
+                      "/budget-%.3g/%s/strength-%.3g/residency-%.3g/cap-%d",
+                      gate.budget,
+                      gate.single_token_bias ? "all" : "drafts",
+                      gate.strength,
+                      gate.residency_weight,
+                      gate.cap);
+        key += values;
+    }
+    return key;
 }
 
 } // namespace s2moe

@@ -15,11 +15,14 @@ struct speculation_options {
     std::string preset = "balanced"; // "custom" when one of its values was overridden
     gate_settings gate;              // budget 0: exact
     int draft_experts = 1;
-    int max_nodes = 7;
+    int max_nodes = 7; // 14 for expert-skip
     bool adaptive = true;
     bool shared_context = true;
     bool prefetch = true;
     bool samples = false; // of the cost model, in the report
+
+    // Answers with the same key take the same times: what was learnt of one is true of the others.
+    std::string regime_key() const;
 };
 
 /*

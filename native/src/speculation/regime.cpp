@@ -35,4 +35,31 @@ void regime::load(const common_json & state) {
     }
 }
 
+regime & regimes::of(const std::string & key) {
+    const auto found = std::find_if(by_age.begin(), by_age.end(), [&](const auto & each) { return each.first == key; });
+    if (found != by_age.end()) {
+        by_age.splice(by_age.end(), by_age, found);
+        return found->second;
+    }
+    if (by_age.size() == n_max) {
+        by_age.pop_front();
+    }
+    return by_age.emplace_back(key, regime{}).second;
+}
+
+common_json regimes::save() const {
+    common_json state = common_json::object();
+    for (const auto & [key, each] : by_age) {
+        state[key] = each.save();
+    }
+    return state;
+}
+
+void regimes::load(const common_json & state) {
+    by_age.clear();
+    for (const auto & [key, each] : state.items()) {
+        of(key).load(each);
+    }
+}
+
 } // namespace s2moe

@@ -2,6 +2,12 @@
 
 #pragma once
 
+#include <cstddef>
+#include <list>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "calibration.h"
 #include "cascade.h"
 #include "controller.h"
@@ -9,7 +15,7 @@
 
 namespace s2moe {
 
-// Answers of one preset and one number of draft experts share it: others take other times, and their drafts are
+// Answers with the same speculation_options::regime_key() share it: others take other times, and their drafts are
 // believed differently. Decayed means; 0, or -1 for the typical numbers: unknown.
 struct regime {
     controller pacing;
@@ -23,6 +29,24 @@ struct regime {
     common_json save() const;
     // What does not fit is left as it is, to be learnt again. Throws common_json_error.
     void load(const common_json & state);
+};
+
+// The regimes of a model. There are not many: where a new one finds no room, the one goes that was used least recently,
+// so that requests that try everything out do not take away what ordinary ones learnt.
+class regimes {
+  public:
+    static constexpr size_t n_max = 16;
+
+    // Of a new key: one that knows nothing. The reference is good until n_max other keys were asked for.
+    regime & of(const std::string & key);
+
+    // An object of regimes by key, the least recently used one first.
+    common_json save() const;
+    // Takes the place of all there are; of too many, the most recently used. Throws common_json_error.
+    void load(const common_json & state);
+
+  private:
+    std::list<std::pair<std::string, regime>> by_age; // the least recently used one first
 };
 
 // [] for a key that is missing. Throws common_json_error.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
-#include <tuple>
 
 #include "error.h"
 #include "llama-moe.h"
@@ -14,11 +13,23 @@ namespace s2moe {
 namespace {
 
 constexpr int state_version = 1;
-constexpr size_t regimes_max = 16;
 constexpr int fixed_depth = 4; // of the tree without adaptive expansion
 constexpr int fixed_width = 2;
-constexpr int skip_depth = 7; // of expert-skip's tree
+constexpr int skip_width = 2; // of expert-skip's tree
 constexpr int wide_rows_max = 16;
+
+// Whatever happens to a draft, its KV rows are taken out.
+struct temporary_rows {
+    explicit temporary_rows(drafter & by) : by(by) {
+    }
+    ~temporary_rows() {
+        by.end();
+    }
+    temporary_rows(const temporary_rows &) = delete;
+    temporary_rows & operator=(const temporary_rows &) = delete;
+
+    drafter & by;
+};
 
 double seconds_since(std::chrono::steady_clock::time_point begun) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
@@ -50,23 +61,17 @@ speculator::speculator(llama_context * ctx, llama_context * draft_ctx, const cha
         }
         verify_costs.load(read_numbers(state, "verify"));
         draft_costs.load(read_numbers(state, "draft"));
-        for (const auto & [key, value] : state.at("regimes").items()) {
-            if (regimes.size() < regimes_max) {
-                regimes[key].load(value);
-            }
-        }
+        by_key.load(state.at("regimes"));
     } catch (const common_json_error &) {
         // of another version, or damaged: learnt again
     }
 }
 
 std::string speculator::state() const {
-    common_json kept = common_json::object();
-    for (const auto & [key, value] : regimes) {
-        kept[key] = value.save();
-    }
-    const common_json result = {
-        {"version", state_version}, {"verify", verify_costs.save()}, {"draft", draft_costs.save()}, {"regimes", kept}};
+    const common_json result = {{"version", state_version},
+                                {"verify", verify_costs.save()},
+                                {"draft", draft_costs.save()},
+                                {"regimes", by_key.save()}};
     return result.dump();
 }
 
@@ -81,12 +86,8 @@ void speculator::begin(const char * options_json) {
                       "--speculation expert-skip or --no-shared-context");
     }
     options = std::move(next);
-    const std::string key = options.preset + "/" + std::to_string(options.draft_experts) + "/" +
-                            (options.shared_context ? "shared" : "own") + (options.prefetch ? "" : "/no-prefetch");
-    if (regimes.size() >= regimes_max && !regimes.contains(key)) {
-        regimes.clear(); // requests that try everything out
-    }
-    learnt = &regimes[key];
+    learnt = &by_key.of(options.regime_key());
+    learnt->lengths.limit(options.max_nodes);
     counters = {};
     n_decodes = 0;
     n_reuses_before = llama_moe_get_n_graph_reuses(ctx);
@@ -107,11 +108,11 @@ double speculator::credit() const {
 // Rows that may follow the root.
 int speculator::room(llama_pos position, int n_max) const {
     const int64_t free_cells = static_cast<int64_t>(llama_n_ctx(ctx)) - position - 1;
-    const int wanted = options.method == draft_method::expert_skip ? 2 * skip_depth : options.max_nodes;
-    return static_cast<int>(
-        std::clamp<int64_t>(std::min<int64_t>({wanted, free_cells, static_cast<int64_t>(llama_n_ubatch(ctx)) - 1}),
-                            0,
-                            n_max > 1 ? wide_rows_max - 1 : 0));
+    // the second chain of expert-skip is no deeper than the first
+    const int64_t useful = int64_t{n_max - 1} * (options.method == draft_method::expert_skip ? skip_width : 1);
+    const int64_t n_batch = llama_n_ubatch(ctx);
+    return static_cast<int>(std::clamp<int64_t>(
+        std::min({int64_t{options.max_nodes}, useful, free_cells, n_batch - 1}), 0, wide_rows_max - 1));
 }
 
 bool speculator::may_draft(int n_nodes) const {
@@ -119,7 +120,7 @@ bool speculator::may_draft(int n_nodes) const {
 }
 
 // Whether drafts can pay at all: with every expert in memory nothing is hidden behind them, so each must at least cost
-// less than it saves if it were certain.
+// less than it saves if it were certain. The costs may be wrong, so the controller tries all the same now and then.
 bool speculator::may_pay() const {
     if (!verify_costs.ready() || learnt->single_seconds <= 0 || learnt->draft_seconds <= 0 ||
         learnt->typical_hits < 0 || target->gate().some_are_missing()) {
@@ -169,18 +170,9 @@ void speculator::unpin() {
     }
 }
 
-void speculator::prefetch(const expert_set & wanted, const expert_set & covered, const expert_set & resident) {
-    if (experts == nullptr || !options.prefetch) {
-        return;
-    }
-    std::vector<s2moe_expert_id> ids;
-    wanted.for_each_beyond(covered, [&](int layer, int expert) {
-        if (!resident.has(layer, expert)) {
-            ids.push_back({layer, expert});
-        }
-    });
-    if (!ids.empty()) {
-        experts->prefetch(ids, S2MOE_PRIORITY_PREFETCH);
+void speculator::prefetch(std::span<const s2moe_expert_id> missing) {
+    if (experts != nullptr && options.prefetch) {
+        experts->prefetch(missing, S2MOE_PRIORITY_PREFETCH);
     }
 }
 
@@ -195,46 +187,64 @@ void speculator::pin(const expert_set & wanted) {
     has_pinned = true;
 }
 
-speculator::drafted_tree speculator::draft(llama_token root, llama_pos position, int n_nodes) {
-    drafter & by = active_drafter();
-    drafted_tree tree;
-    int depth = 0;
-    int width = 1;
+// Depth and width of a tree that does not follow costs; depth < 0: one that does.
+std::pair<int, int> speculator::fixed_shape(int n_nodes) const {
     if (options.method == draft_method::cascade) {
-        depth = std::min(learnt->lengths.length(), n_nodes);
-        if (depth == 0) {
-            return tree;
-        }
-    } else if (options.method == draft_method::expert_skip) {
-        depth = skip_depth;
-        width = 2;
-    } else if (!options.adaptive) {
-        depth = fixed_depth;
-        width = fixed_width;
-    } else if (!verify_costs.ready() || learnt->single_seconds <= 0) {
-        depth = 1 + static_cast<int>(counters.n_steps % std::max(1, std::min(fixed_depth, n_nodes))); // calibration
+        return {std::min(learnt->lengths.length(), n_nodes), 1};
     }
+    const bool branching = n_sequences > 1;
+    if (options.method == draft_method::expert_skip) {
+        const int width = branching ? skip_width : 1;
+        return {std::min((n_nodes + width - 1) / width, S2MOE_N_VERIFY_ROWS - 1), width};
+    }
+    if (!options.adaptive) {
+        return {fixed_depth, branching ? fixed_width : 1};
+    }
+    if (!verify_costs.ready() || learnt->single_seconds <= 0 || learnt->pacing.is_ruled_out()) {
+        // to learn, perhaps anew, what drafts and verifications of several widths cost
+        return {1 + static_cast<int>(counters.n_steps % std::max(1, std::min(fixed_depth, n_nodes))), 1};
+    }
+    return {-1, 0};
+}
+
+drafted_tree speculator::draft(llama_token root, llama_pos position, int n_nodes) {
+    const auto [depth, width] = fixed_shape(n_nodes);
+    if (depth == 0) {
+        return {};
+    }
+    drafter & by = active_drafter();
     if (!by.is_shared()) {
         by.feed(history);
     }
+    const draft_surroundings around = {
+        .evaluate = [&](int parent, llama_token token) { return evaluate_draft(by, parent, token); },
+        .resident = [&]() -> const expert_set & { return by.resident(); },
+        .pin = [&](const expert_set & needed) { pin(needed); },
+        .read_ahead = [&](std::span<const s2moe_expert_id> missing) { prefetch(missing); },
+        .confidences = learnt->confidences};
+    drafted_tree tree;
     const auto begun_at = clock::now();
     try {
+        const temporary_rows until_the_end(by);
         by.begin(root, position, options.draft_experts);
-        tree = depth > 0 ? draft_fixed(by, n_nodes, depth, n_sequences > 1 ? width : 1)
-                         : draft_adaptively(by, n_nodes, static_cast<int>(llama_n_ctx(ctx)) - position);
+        tree = depth > 0 ? draft_fixed(around, n_nodes, depth, width)
+                         : draft_adaptively(around,
+                                            costs(),
+                                            {.n_nodes = n_nodes,
+                                             .n_evaluations = static_cast<int>(llama_n_ctx(ctx)) - position,
+                                             .n_sequences = n_sequences,
+                                             .typical_hits = learnt->typical_hits,
+                                             .typical_misses = learnt->typical_misses});
     } catch (const failure & error) {
-        by.end();
         if (error.status == S2MOE_ERROR_ABORTED) {
             throw;
         }
         disable(error.status == S2MOE_ERROR_CONTEXT_FULL ? "context_full" : "error", error.what());
-        return {};
     } catch (const std::exception & error) {
-        by.end();
         disable("error", error.what());
-        return {};
     }
-    by.end();
+    tree.used = true; // also if it failed: experts may be on their way, so the step is no plain one
+    counters.n_drafted += tree.n_drafted;
     const double seconds = seconds_since(begun_at);
     counters.draft_seconds += seconds;
     counters.draft_durations.add(seconds);
@@ -249,103 +259,6 @@ draft_view speculator::evaluate_draft(drafter & by, int parent, llama_token toke
     draft_costs.observe({1, by.n_used_experts(), 0}, seconds);
     n_decodes += by.is_shared();
     return view;
-}
-
-// `width` chains of the likeliest tokens, the i-th beginning with the i-th likeliest.
-speculator::drafted_tree speculator::draft_fixed(drafter & by, int n_nodes, int depth, int width) {
-    drafted_tree tree;
-    tree.used = true;
-    const auto evaluate = [&](int parent, llama_token token) { return evaluate_draft(by, parent, token); };
-    int n_evaluated = 1;
-    const draft_view root = evaluate(-1, 0);
-    expert_set wanted = root.predicted;
-    pin(wanted);
-    prefetch(root.likely, {}, {});
-    tree.predicted.push_back(root.predicted);
-    for (int chain = 0; chain < width && chain < static_cast<int>(root.next.size()); ++chain) {
-        int parent = -1;
-        int evaluated_parent = 0;
-        double path = 1;
-        auto [token, confidence] = root.next[chain];
-        for (int d = 1; d <= depth && static_cast<int>(tree.nodes.size()) < n_nodes; ++d) {
-            path *= learnt->confidences.calibrated(confidence, d);
-            tree.nodes.push_back({parent, token, d, path, confidence});
-            ++counters.n_drafted;
-            tree.predicted.emplace_back();
-            parent = static_cast<int>(tree.nodes.size()) - 1;
-            if (d == depth || static_cast<int>(tree.nodes.size()) == n_nodes) {
-                break; // its own continuation is not wanted
-            }
-            const draft_view view = evaluate(evaluated_parent, token);
-            evaluated_parent = n_evaluated++;
-            wanted.unite(view.predicted);
-            pin(wanted);
-            prefetch(view.likely, {}, {});
-            tree.predicted.back() = view.predicted;
-            if (view.next.empty()) {
-                break;
-            }
-            std::tie(token, confidence) = view.next.front();
-        }
-    }
-    return tree;
-}
-
-speculator::drafted_tree speculator::draft_adaptively(drafter & by, int n_nodes, int n_cells) {
-    drafted_tree tree;
-    tree.used = true;
-    std::vector<draft_view> views;    // of what was evaluated, in order
-    std::vector<int> evaluation = {}; // of the expansion's nodes: index in `views`
-    const auto evaluate = [&](int parent, llama_token token) { views.push_back(evaluate_draft(by, parent, token)); };
-    evaluate(-1, 0);
-    const expert_set resident = by.resident();
-    expansion growing(costs(),
-                      {.nodes_max = n_nodes,
-                       .depth_max = std::min(n_nodes, S2MOE_N_VERIFY_ROWS - 1),
-                       .children_max = n_sequences > 1 ? 4 : 1,
-                       .leaves_max = n_sequences,
-                       .width = n_sequences > 1},
-                      views[0].predicted,
-                      resident);
-    if (learnt->typical_hits >= 0) {
-        growing.set_typical(learnt->typical_hits, learnt->typical_misses);
-    }
-    pin(views[0].predicted);
-    prefetch(views[0].likely, {}, resident);
-    growing.offer(-1, views[0].next, learnt->confidences);
-    int n_leaves_drafted = 1;
-    std::vector<int> n_children(1, 0); // evaluated children by view
-    for (int i = growing.next(); i >= 0 && static_cast<int>(views.size()) < n_cells; i = growing.next()) {
-        const draft_node node = growing.nodes()[i];
-        const int parent = node.parent < 0 ? 0 : evaluation[node.parent];
-        if (n_children[parent] > 0 && ++n_leaves_drafted > n_sequences) {
-            break;
-        }
-        ++n_children[parent];
-        const expert_set covered = growing.covered();
-        evaluate(parent, node.token);
-        n_children.push_back(0);
-        evaluation.resize(growing.nodes().size(), -1);
-        evaluation[i] = static_cast<int>(views.size()) - 1;
-        growing.evaluated(i, views.back().predicted);
-        for (const int admitted : growing.take_admitted()) {
-            pin(growing.covered());
-            prefetch(views[evaluation[admitted]].likely, covered, resident);
-            growing.offer(admitted, views[evaluation[admitted]].next, learnt->confidences);
-        }
-        evaluation.resize(growing.nodes().size(), -1);
-    }
-    counters.n_drafted += static_cast<int64_t>(growing.finish().size() + views.size()) - 1; // the root is no draft
-    tree.predicted.push_back(views[0].predicted);
-    std::vector<int> index(growing.nodes().size(), -1);
-    for (const int i : growing.admitted()) {
-        const draft_node & node = growing.nodes()[i];
-        index[i] = static_cast<int>(tree.nodes.size());
-        tree.nodes.push_back(
-            {node.parent < 0 ? -1 : index[node.parent], node.token, node.depth, node.path, node.confidence});
-        tree.predicted.push_back(node.predicted);
-    }
-    return tree;
 }
 
 std::vector<llama_token> speculator::step(llama_token root, llama_pos position, int n_max, const chooser & choose) {
@@ -365,11 +278,10 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
         return step_plainly(root, position, choose);
     }
     const auto begun_at = clock::now();
-    const int n_nodes =
-        std::min(room(position, n_max), options.method == draft_method::expert_skip ? wide_rows_max : n_max - 1);
+    const int n_nodes = room(position, n_max);
     const pins until_the_end(*this);
     drafted_tree tree;
-    if (may_draft(n_nodes) && (!is_paced() || (may_pay() && learnt->pacing.begin_step()))) {
+    if (may_draft(n_nodes) && (!is_paced() || learnt->pacing.begin_step(may_pay()))) {
         tree = draft(root, position, n_nodes);
     }
     s2moe_expert_stats before = {};
@@ -419,7 +331,8 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
         if (tree.used) {
             learnt->pacing.note_admitted(static_cast<int>(tree.nodes.size()));
         }
-    } else if (options.method == draft_method::cascade) {
+    } else if (options.method == draft_method::cascade &&
+               static_cast<int>(tree.nodes.size()) == learnt->lengths.length()) { // or it was cut short
         learnt->lengths.end_step(static_cast<int>(tokens.size()), seconds);
     }
     return tokens;

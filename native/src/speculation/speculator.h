@@ -5,15 +5,16 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cost_model.h"
 #include "counters.h"
 #include "draft.h"
+#include "drafted_tree.h"
 #include "expansion.h"
 #include "options.h"
 #include "regime.h"
@@ -47,12 +48,6 @@ class speculator {
   private:
     using clock = std::chrono::steady_clock;
 
-    struct drafted_tree {
-        std::vector<verify_node> nodes;
-        std::vector<expert_set> predicted; // of the root, then of the nodes; empty where the draft never looked
-        bool used = false;                 // the draft evaluated something
-    };
-
     bool may_draft(int n_nodes) const;
     bool may_pay() const;
     // Whether the controller decides if steps draft.
@@ -63,10 +58,9 @@ class speculator {
     drafter & active_drafter();
     drafted_tree draft(llama_token root, llama_pos position, int n_nodes);
     draft_view evaluate_draft(drafter & by, int parent, llama_token token);
-    drafted_tree draft_adaptively(drafter & by, int n_nodes, int n_cells);
-    drafted_tree draft_fixed(drafter & by, int n_nodes, int depth, int width);
+    std::pair<int, int> fixed_shape(int n_nodes) const;
     void disable(const char * reason, const std::string & detail);
-    void prefetch(const expert_set & wanted, const expert_set & covered, const expert_set & resident);
+    void prefetch(std::span<const s2moe_expert_id> missing);
     struct pins;
     void pin(const expert_set & wanted);
     void unpin();
@@ -109,9 +103,9 @@ class speculator {
 
     cost_model verify_costs;
     cost_model draft_costs;
-    std::map<std::string, regime> regimes; // by preset and number of draft experts
-    regime none;                           // before begin()
-    regime * learnt = &none;               // of this response
+    regimes by_key;
+    regime none;             // before begin()
+    regime * learnt = &none; // of this response
 };
 
 } // namespace s2moe

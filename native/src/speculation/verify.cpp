@@ -49,6 +49,12 @@ void verifier::evaluate(llama_token root,
     if (n_leaves > n_sequences) {
         throw failure(S2MOE_ERROR_INTERNAL, "more leaves than the context has sequences");
     }
+    if (n > 0) {
+        // llama.cpp builds a graph anew when the number of sequences changes, so the root is in all there are
+        for (; n_leaves < n_sequences; ++n_leaves) {
+            all.push_back(n_leaves);
+        }
+    }
     token_batch batch;
     std::vector<double> prefixes = {1};
     batch.add(root, at, all, true);
