@@ -96,10 +96,12 @@ class Embedder:
         if n_tokens <= self.n_max_tokens:
             return
         count = f"at least {n_tokens}" if at_least else str(n_tokens)
+        # the first words are those by which clients know an overflow, see prompt.Room
         raise RequestError(
             "context_length_exceeded",
-            f"This model takes inputs of {self.n_max_tokens} tokens at most, but one has {count}. Shorten it "
-            "or serve with a larger --batch-size and --ctx-size where the model was trained for that.",
+            f"This model's maximum context length is {self.n_max_tokens} tokens, but an input has {count}. "
+            "Shorten it, or serve with a larger --batch-size and --ctx-size where the model was trained for "
+            "that.",
             param="input",
             n_prompt_tokens=n_tokens,
             n_ctx=self.n_max_tokens,

@@ -52,7 +52,7 @@ class Generation:
         self.prefill_experts: ExpertUse | None = None
         self.decode_experts: ExpertUse | None = None
         self._ledger = TokenLedger()
-        self._tool_calls = ToolCalls()
+        self._tool_calls = ToolCalls(request.messages_json, own_ids=request.own_call_ids)
         self._is_thinking = False
         """Whether what was released last is reasoning."""
         self._decoder: Decoder | None = None
@@ -133,9 +133,13 @@ class Generation:
         return NativeAnswerParser(self._model.library, prompt.chat_json)
 
     def _visible_specials(self, prompt: Prompt) -> frozenset[int]:
-        """Control tokens whose text the parser needs to see."""
-        ids = (self._model.vocabulary.control_token(text) for text in prompt.preserved_tokens)
-        return frozenset(token for token in ids if token is not None)
+        """Tokens whose text the parser needs to see if they are control tokens."""
+        tokenize = self._model.vocabulary.tokenize
+        return frozenset(
+            token
+            for text in prompt.preserved_tokens
+            for token in tokenize(text, add_special=False, parse_special=True)
+        )
 
     # the two phases
 
@@ -215,7 +219,9 @@ class Generation:
             yield self._step(delta, sampled_ns, n_tokens, logprobs)
         # a stop string of the template is the model's own way to end its turn
         own_stop = stop if stop in self._request.stop else None
-        if reason == "stop" and own_stop is None and self._tool_calls.n_calls:
+        calls = self._tool_calls
+        # agents go on only at this reason, and behind a whole call nothing is lost by a stop string
+        if reason == "stop" and (calls.is_complete if own_stop is not None else calls.n_calls):
             reason = "tool_calls"
         yield self._finished(reason, own_stop)
 
@@ -246,17 +252,21 @@ class Generation:
             n_cached_tokens=self.n_cached_tokens,
             n_completion_tokens=self.n_completion_tokens,
             n_reasoning_tokens=self.n_reasoning_tokens,
-            timings=Timings(
-                prefill_seconds=self.prefill_seconds,
-                decode_seconds=self.decode_seconds,
-                grammar_seconds=self.grammar_seconds,
-                n_decode_steps=self.n_decode_steps,
-                prefill_experts=self.prefill_experts,
-                decode_experts=self.decode_experts,
-                speculation=None if self._decoder is None else self._decoder.report(),
-                step_durations={} if self._decoder is None else self._decoder.step_durations(),
-            ),
+            timings=self.timings(),
             stop_string=stop_string,
+        )
+
+    def timings(self) -> Timings:
+        """So far."""
+        return Timings(
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            grammar_seconds=self.grammar_seconds,
+            n_decode_steps=self.n_decode_steps,
+            prefill_experts=self.prefill_experts,
+            decode_experts=self.decode_experts,
+            speculation=None if self._decoder is None else self._decoder.report(),
+            step_durations={} if self._decoder is None else self._decoder.step_durations(),
         )
 
 

@@ -162,6 +162,9 @@ class Generate(Message, frozen=True, tag=True):
     """0 … 20: log probabilities of each token, and of so many of the likeliest; None = none."""
     ignore_eos: bool = False
     """Whether the model may not end its turn: for benchmarks."""
+    own_call_ids: bool = False
+    """Whether no id of a tool call is the one that the model wrote: choices beside each other would have the
+    same ids."""
 
 
 class Abort(Message, frozen=True, tag=True):
@@ -447,13 +450,20 @@ class SpeculationReport(Message, frozen=True, tag=True):
     controller_state: str = "off"
     """`drafting`, `paused`, `probing` or `off`."""
     n_pauses: int = 0
+    """Times that drafting did not pay and stopped, in this request."""
     n_probes: int = 0
+    """Times that it was tried again, in this request."""
     draft_length: float = 0.0
-    """Mean drafts admitted per iteration lately."""
+    """Mean drafts admitted per iteration lately, of requests that the controller paces."""
     verify_fit: CostFit = CostFit()
     draft_fit: CostFit = CostFit()
     single_seconds: float = 0.0
     """Expected time of a single-token evaluation."""
+    is_paced: bool = False
+    """Whether the controller decides if steps draft: not for baselines and fixed trees."""
+    judged_drafts: list[list[tuple[int, int, float]]] = []
+    """[7][10] by depth, from 1, and by tenth of the predicted probability of acceptance: drafts behind an
+    accepted prefix, those of them that were accepted, and the sum of their predicted probabilities."""
 
 
 class StepDurations(Message, frozen=True, tag=True):
@@ -503,6 +513,8 @@ class Failed(Message, frozen=True, tag=True):
     param: str | None = None
     n_prompt_tokens: int = 0
     n_ctx: int = 0
+    timings: Timings = Timings()
+    """Until the failure."""
 
 
 class Tokenized(Message, frozen=True, tag=True):

@@ -67,7 +67,7 @@ class Prompt:
     stops: Sequence[str] = ()
     """Texts that end the model's turn."""
     preserved_tokens: Sequence[str] = ()
-    """Control tokens whose text the parser needs to see."""
+    """Markers that the parser needs to see: names of control tokens, and longer texts that may hold such."""
     constraint: Constraint | None = None
     thinking: Mapping[str, Any] | None = None
     """How the template marks reasoning, for the sampler of a request with a grammar of its own."""

@@ -79,11 +79,6 @@ class Vocabulary:
             del tokens[0]  # the template wrote one and the tokenizer added one
         return tokens
 
-    def control_token(self, text: str) -> int | None:
-        """The token that `text` as a whole stands for, None when it is none."""
-        tokens = self.tokenize(text, add_special=False, parse_special=True)
-        return tokens[0] if len(tokens) == 1 else None
-
     # tokens to text
 
     def piece(self, token: int, *, special: bool = False) -> bytes:

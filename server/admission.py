@@ -11,6 +11,9 @@ When a request is taken in:
 
 and when it has waited for longer than --queue-timeout: 429 queue_timeout.
 
+A request that was cancelled holds the engine until the engine has let go of it. Until then one more than the
+queue's length may wait: the one that comes next is as good as running.
+
 A waiting request is in no way tied to the engine process, so it survives a restart.
 """
 
@@ -19,12 +22,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from s2moe.server.engine_client import EngineClient, EngineState
-from s2moe.server.errors import QueueFullError, QueueTimeoutError, draining, unavailable
+from s2moe.server.errors import QueueFullError, QueueTimeoutError, draining, shut_down, unavailable
 from s2moe.server.metrics import Metrics
 from s2moe.server.service_time import ServiceTime
 
@@ -48,8 +51,12 @@ class Admission:
         self._timeout_seconds = timeout_seconds
         self._held = False
         self._held_is_running = False
+        self._held_is_ending = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._cutters: set[Callable[[], None]] = set()
+        self._questions: set[asyncio.Task[Any]] = set()
+        self._unasked: set[asyncio.Task[Any]] = set()
+        """Those of them that the engine does not know of yet."""
         self._service = ServiceTime(_FIRST_SERVICE_GUESS_SECONDS)
         self._run_began = 0.0
         self._idle = asyncio.Event()
@@ -58,7 +65,8 @@ class Admission:
 
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting) + (self._held and not self._held_is_running)
+        holder_waits = self._held and not self._held_is_running and not self._held_is_ending
+        return len(self._waiting) + holder_waits
 
     def check(self) -> None:
         """Raises the ApiError with which a request would be turned away now."""
@@ -69,16 +77,17 @@ class Admission:
             raise unavailable(state, self._client.state_detail)
         if self._client.model is None and state in (EngineState.STARTING, EngineState.LOADING):
             raise unavailable(state, self._client.state_detail)
-        if self._held and self.n_waiting >= self._capacity:
+        if self._held and self.n_waiting >= self._capacity + self._held_is_ending:
             raise QueueFullError(self._capacity, self.retry_after_seconds())
 
     @asynccontextmanager
-    async def slot(self, cut: Callable[[], None]) -> AsyncIterator[None]:
+    async def slot(self, cut: Callable[[], None]) -> AsyncIterator[Callable[[], None]]:
         """Waits in the queue, then holds the engine, which is ready, for the body of the `with`.
 
-        `cut` is called when a shutdown runs out of patience; it must end the body soon. Raises ApiError
-        when the request is turned away or the queue is dissolved, EngineUnavailableError when the engine
-        is given up. Cancelling the wait leaves the queue at once.
+        `cut` is called when a shutdown runs out of patience; it must end the body soon. Whoever cancels the
+        body calls what is yielded: from then on the slot is about to be free. Raises ApiError when the
+        request is turned away or the queue is dissolved, EngineUnavailableError when the engine is given up.
+        Cancelling the wait leaves the queue at once.
         """
         self.check()
         patience = self._patience()
@@ -91,12 +100,48 @@ class Admission:
             self._held_is_running = True
             self._run_began = time.monotonic()
             self._show()
-            yield
-            self._service.measure(time.monotonic() - self._run_began)
+            yield self._end
         finally:
             self._cutters.discard(cut)
+            if self._held_is_running:
+                # However it ended: those who wait have waited for that long.
+                self._service.measure(time.monotonic() - self._run_began)
             self._held_is_running = False
+            self._held_is_ending = False
             self._release()
+
+    @contextmanager
+    def question(self) -> Iterator[Callable[[], None]]:
+        """Counts a question, which takes no place in the queue, until the body of the `with` ends, so that a
+        shutdown waits for it, too. In a task of its own, which is cancelled when that runs out of patience.
+
+        What is yielded is called once the question is being put; up to there it ends as soon as the queue is
+        drained. Raises ApiError when it is cut.
+        """
+        if self.draining:
+            raise draining()
+        task = asyncio.current_task()
+        assert task is not None
+        began = False
+
+        def begin() -> None:
+            nonlocal began
+            began = True
+            self._unasked.discard(task)
+
+        self._questions.add(task)
+        self._unasked.add(task)
+        self._show()
+        try:
+            yield begin
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+            raise (shut_down(generation_began=False) if began else draining()) from None
+        finally:
+            self._questions.discard(task)
+            self._unasked.discard(task)
+            self._show()
 
     def retry_after_seconds(self) -> int:
         """Until one place in the queue should be free: what is left of the running request, by the mean
@@ -112,17 +157,27 @@ class Admission:
             if not waiter.done():
                 waiter.set_exception(draining())
         if self._held and not self._held_is_running:
-            self.cut()
+            self._cut_holder()
+        for task in self._unasked:
+            task.cancel()
         self._show()
 
     def cut(self) -> None:
-        """Ends the request that holds the engine."""
+        """Ends the request that holds the engine, and all questions."""
+        self._cut_holder()
+        for task in self._questions:
+            task.cancel()
+
+    def _cut_holder(self) -> None:
         for cutter in list(self._cutters):
             cutter()
 
     async def idle(self) -> None:
         """Returns when nothing runs or waits."""
         await self._idle.wait()
+
+    def _end(self) -> None:
+        self._held_is_ending = True
 
     def _patience(self) -> float | None:
         """When a wait that begins now has taken too long, on the event loop's clock."""
@@ -169,7 +224,7 @@ class Admission:
     def _show(self) -> None:
         self._metrics.requests_running.set(self._held_is_running)
         self._metrics.requests_waiting.set(self.n_waiting)
-        if self._held:
+        if self._held or self._questions:
             self._idle.clear()
         else:
             self._idle.set()

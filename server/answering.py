@@ -6,6 +6,7 @@ whole answer; both see the same events. Queueing, early failures, pings, cancell
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -20,7 +21,7 @@ from s2moe.server.admission import Admission
 from s2moe.server.direct_send import DirectSend
 from s2moe.server.disconnect import until_gone
 from s2moe.server.engine_client import EngineClient
-from s2moe.server.errors import ApiError, ErrorReply, to_reply
+from s2moe.server.errors import ApiError, ClientGoneError, ErrorReply, to_api_error, to_reply
 from s2moe.server.generation import Generation
 from s2moe.server.metrics import Metrics
 from s2moe.server.middleware import BODY_SEND_KEY
@@ -31,6 +32,7 @@ FIRST_EVENT_WAIT_SECONDS = 1.5
 """How long a stream may stay without a status line. Within it an early failure keeps its HTTP status;
 after it, the client sees 200 and keep-alive comments, and a failure arrives as an error event."""
 PING = b": ping\n\n"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,13 @@ class Answering:
         return self.client.model.system_fingerprint if self.client.model is not None else ""
 
     def refuse(self, request: Request, api: str, *, stream: bool, error: ApiError) -> ApiError:
-        """Accounts for a request that fails before it is queued; returns the error, to be raised."""
-        self._recorder(request, api, stream=stream).failed(error)
+        """Accounts for a request that fails, or whose client leaves, before it is queued; returns the error,
+        to be raised."""
+        recorder = self._recorder(request, api, stream=stream)
+        if isinstance(error, ClientGoneError):
+            recorder.cancelled("disconnect", 0.0)
+        else:
+            recorder.failed(error)
         return error
 
     async def stream(self, request: Request, job: Job, make_encoder: Callable[[], AnswerEncoder]) -> Response:
@@ -115,7 +122,10 @@ class Answering:
             def write(step: Step) -> bool:
                 if not response.is_free:  # asked first: an encoder sees each step once
                     return False
-                response.write_directly(made.feed(step))
+                try:
+                    response.write_directly(made.feed(step))
+                except Exception as error:  # not into the engine's socket, which is not to blame
+                    _fail(generation, error)
                 return True
 
             generation.send_directly(write)
@@ -250,6 +260,13 @@ async def _chunks(
             if data:
                 yield data
             event = await generation.next_event()
-    except ApiError as error:
+    except Exception as error:
+        if not isinstance(error, ApiError):
+            _fail(generation, error)
         encoder = encoder or make_encoder()
         yield encoder.fail(to_reply(error))
+
+
+def _fail(generation: Generation, error: Exception) -> None:
+    _log.error("an answer could not be written", exc_info=error)
+    generation.fail(to_api_error(error))

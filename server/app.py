@@ -17,6 +17,7 @@ from s2moe.server.answering import Answering
 from s2moe.server.api import (
     chat,
     completions,
+    docs,
     embeddings,
     health,
     messages,
@@ -33,7 +34,7 @@ from s2moe.server.engine_client import EngineClient, EngineError
 from s2moe.server.error_dialects import error_response
 from s2moe.server.errors import ApiError
 from s2moe.server.metrics import Metrics
-from s2moe.server.middleware import ApiKey, BodyReading, RequestContext
+from s2moe.server.middleware import ApiKey, BodyReading, LastResort, RequestContext
 from s2moe.server.openapi import add_body_schemas
 from s2moe.server.schema.chat import ChatRequest
 from s2moe.server.schema.completions import CompletionRequest
@@ -62,6 +63,7 @@ def create_app(settings: Settings, client: EngineClient, registry: Metrics, admi
         title="s2moe",
         version=version("s2moe"),
         summary="OpenAI-compatible inference server for Mixture-of-Experts models",
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere; see api.docs
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -89,6 +91,7 @@ def create_app(settings: Settings, client: EngineClient, registry: Metrics, admi
         health.router(client, admission),
         metrics.router(client, registry),
         version_api.router(client),
+        docs.router(),
         *([page.router()] if settings.page else []),
     ):
         for route in routes.routes:
@@ -111,6 +114,7 @@ def _add_middleware(app: FastAPI, settings: Settings, client: EngineClient, regi
     app.add_middleware(BodyReading, client=client, max_bytes=settings.max_body_size)
     if (key := settings.read_api_key()) is not None:
         app.add_middleware(ApiKey, key=key)
+    app.add_middleware(LastResort)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -118,6 +122,6 @@ def _add_middleware(app: FastAPI, settings: Settings, client: EngineClient, regi
             allow_methods=["GET", "POST"],
             # Whatever is asked for: SDKs send a changing set of X-Stainless-* headers.
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     app.add_middleware(RequestContext, metrics=registry)

@@ -99,11 +99,14 @@ class Asking:
         return reply
 
     async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
-        async with self._turn:
-            began = time.monotonic()
-            result = await work
-            self._service.measure(time.monotonic() - began)
-            return result
+        with self._admission.question() as begin:
+            async with self._turn:
+                begin()
+                began = time.monotonic()
+                try:
+                    return await work
+                finally:
+                    self._service.measure(time.monotonic() - began)
 
     def _check(self) -> None:
         if self._admission.draining:

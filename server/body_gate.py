@@ -20,6 +20,8 @@ LEAST_LIMIT_BYTES = 256 * 1024
 LEAST_ALLOWANCE_BYTES = 1024 * 1024
 UNGATED_BYTES = 64 * 1024
 """The HTTP server reads that much of a body by itself before anybody asks for it."""
+FIRST_PART_BYTES = 256 * 1024
+"""Of a body whose length nobody knows; one that has more may become as long as the limit."""
 
 
 class BodyLimit:
@@ -30,8 +32,9 @@ class BodyLimit:
         self._max_bytes = max_bytes
 
     def of_model(self, model: ModelInfo | None) -> int:
-        """In bytes. None, or a model that does not tell: what the operator allows."""
-        if model is None or not model.longest_piece_bytes:
+        """In bytes. None, a model that does not tell, or one that takes many texts at once: what the operator
+        allows."""
+        if model is None or model.gives_embeddings or not model.longest_piece_bytes:
             return self._max_bytes
         prompt_bytes = ESCAPED_BYTES * model.n_ctx * model.longest_piece_bytes
         return min(self._max_bytes, max(LEAST_LIMIT_BYTES, prompt_bytes + OTHER_FIELDS_BYTES))

@@ -51,7 +51,10 @@ def chat_job(answering: Answering, body: ChatRequest, api: str) -> Job:
         api,
         [
             msgspec.structs.replace(
-                request, request_id=uuid.uuid4().hex, sampling=seeded(request.sampling, index)
+                request,
+                request_id=uuid.uuid4().hex,
+                sampling=seeded(request.sampling, index),
+                own_call_ids=index > 0,
             )
             for index in range(body.n_choices)
         ],

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from s2moe.engine.messages import (
     EngineStats,
+    Failed,
     Finished,
     Generate,
     GenerationEvent,
@@ -59,6 +60,18 @@ class EngineUnavailableError(EngineError):
         self.state = state
 
 
+class EngineStoppingError(EngineUnavailableError):
+    """The server ends, and its engine with it."""
+
+
+class TooLongForEngineError(EngineError):
+    """A request, or a query, does not fit a message of the wire."""
+
+    def __init__(self, message: str, limit_bytes: int) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+
+
 class QueryError(EngineError):
     """The engine answered a query with QueryFailed."""
 
@@ -74,7 +87,7 @@ class EngineObserver(Protocol):
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
-    def on_finished(self, event: Finished) -> None:
+    def on_finished(self, event: Finished | Failed) -> None:
         """A request has ended; also one whose events nobody wants any more."""
         ...
 
@@ -139,7 +152,7 @@ class EngineClient(Protocol):
         request may follow at once; `sink` gets nothing more from then on.
 
         Raises EngineDiedError when the process ends before the last event, EngineUnavailableError
-        when there is no ready engine.
+        when there is no ready engine, TooLongForEngineError.
         """
         ...
 
@@ -149,6 +162,6 @@ class EngineClient(Protocol):
         reply.
 
         Raises QueryError, EngineDiedError when the process ends before the reply, EngineUnavailableError when
-        there is no ready engine.
+        there is no ready engine, TooLongForEngineError.
         """
         ...

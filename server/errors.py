@@ -17,12 +17,15 @@ from s2moe.server.engine_client import (
     EngineDiedError,
     EngineError,
     EngineState,
+    EngineStoppingError,
     EngineUnavailableError,
     QueryError,
+    TooLongForEngineError,
 )
 
 CLIENT_GONE_STATUS = 499
 _DRAINING_RETRY_SECONDS = 10
+_BODY_RETRY_SECONDS = 10
 
 
 class ApiError(Exception):
@@ -113,6 +116,21 @@ class BodyTimeoutError(ApiError):
     def __init__(self) -> None:
         # The rest of the body may still come, and must not be taken for the next request.
         super().__init__("The request body came too slowly; send it again.", headers={"Connection": "close"})
+
+
+class BodyQueueError(ApiError):
+    """Other large bodies were being read all the time."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_timeout"
+
+    def __init__(self, waited_seconds: float) -> None:
+        # The connection: as for BodyTimeoutError.
+        super().__init__(
+            f"Other large request bodies were being read for {waited_seconds:g} s; try again.",
+            headers={"Retry-After": str(_BODY_RETRY_SECONDS), "Connection": "close"},
+        )
 
 
 class QueueFullError(ApiError):
@@ -233,8 +251,12 @@ def to_api_error(error: BaseException) -> ApiError:
             return error
         case EngineDiedError():
             return ServerError(error.message, code="engine_died", generation_began=error.generation_began)
+        case EngineStoppingError():
+            return draining()
         case EngineUnavailableError():
             return unavailable(error.state, error.message)
+        case TooLongForEngineError():
+            return RequestTooLargeError(error.limit_bytes, "what the engine takes at once")
         case QueryError():
             return from_failed(error.reply, generation_began=False)
         case EngineError():
@@ -270,26 +292,40 @@ def draining() -> UnavailableError:
     )
 
 
-_FAILED_CLASSES: dict[str, type[ApiError]] = {
-    "internal": ServerError,
-    "cancelled": ServerError,
-    # trying again does not mend a file or a model
-    "model_file_error": ServerError,
-    "numeric_error": ServerError,
-    "insufficient_memory": InsufficientMemoryError,
-}
+def shut_down(*, generation_began: bool) -> ServerError:
+    """The 500 of an answer that the end of the server has cut."""
+    return ServerError(
+        "The server was shut down before the answer was complete.",
+        code="shutdown",
+        generation_began=generation_began,
+    )
+
+
+_CLIENT_CODES = frozenset(
+    {
+        ContextLengthError.code,
+        "invalid_grammar",
+        "invalid_schema",
+        "invalid_value",
+        "template_error",
+        "unsupported",
+    }
+)
+"""What the engine calls that which the client can mend."""
 
 
 def from_failed(event: Failed | QueryFailed, *, generation_began: bool) -> ApiError:
-    """What the engine said of one request. A code unknown to this side is the client's fault (400)."""
-    kind = _FAILED_CLASSES.get(event.code, InvalidRequestError)
-    if kind is ServerError:
-        code = "internal_error" if event.code == "internal" else event.code
+    """What the engine said of one request. A code unknown to this side is the server's fault (500)."""
+    match event.code:
+        case "loading":
+            return unavailable(EngineState.LOADING, "")
+        case "queue_full":
+            return EngineFullError(event.message)
+        case InsufficientMemoryError.code:
+            return InsufficientMemoryError(event.message, param=event.param)
+    if event.code not in _CLIENT_CODES:
+        code = ServerError.code if event.code == "internal" else event.code
         return ServerError(event.message, code=code, generation_began=generation_began)
-    if event.code == "loading":
-        return unavailable(EngineState.LOADING, "")
-    if event.code == "queue_full":
-        return EngineFullError(event.message)
     # The engine's own words, if clients know a context overflow by them.
     if event.code == ContextLengthError.code and "maximum context length is" not in event.message:
         return ContextLengthError(
@@ -298,7 +334,7 @@ def from_failed(event: Failed | QueryFailed, *, generation_began: bool) -> ApiEr
     extra: dict[str, Any] = {}
     if event.code == ContextLengthError.code:
         extra = {"n_prompt_tokens": event.n_prompt_tokens, "n_ctx": event.n_ctx}
-    return kind(event.message, code=event.code, param=event.param, extra=extra)
+    return InvalidRequestError(event.message, code=event.code, param=event.param, extra=extra)
 
 
 def _from_http(error: HTTPException) -> ApiError:

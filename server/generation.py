@@ -22,6 +22,7 @@ from s2moe.server.errors import (
     ServerError,
     draining,
     from_failed,
+    shut_down,
     to_api_error,
 )
 from s2moe.server.recorder import RequestRecorder
@@ -59,6 +60,8 @@ class Generation:
         self._cancelled_at = 0.0
         self._last: GenerationEvent | None = None
         self._direct: Callable[[Step], bool] | None = None
+        self._end_slot: Callable[[], None] | None = None
+        """While the engine is held: tells the queue that it is about to be free."""
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run(), name=self._requests[0].request_id)
         self._task.add_done_callback(self._on_done)
@@ -88,21 +91,25 @@ class Generation:
         if self._cancel_cause is None and not self._task.done():
             self._cancel_cause = cause
             self._cancelled_at = time.monotonic()
+            if self._end_slot is not None:
+                self._end_slot()
             self._task.cancel()
 
     def cut(self) -> None:
         """Ends the request because the server shuts down, with an error for the consumer."""
         if self._cancel_cause is None and not self._task.done():
+            began = self.recorder.generation_began
             self._deliver(
-                ServerError(
-                    "The server was shut down before the answer was complete.",
-                    code="shutdown",
-                    generation_began=self.recorder.generation_began,
-                )
-                if self.recorder.phase != "queued"
-                else draining()
+                shut_down(generation_began=began) if self.recorder.phase != "queued" else draining()
             )
             self.cancel("shutdown")
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request because its answer cannot be written, with `error` for the consumer."""
+        if self._cancel_cause is None and not self._task.done():
+            self.recorder.failed(error)
+            self._deliver(error)
+            self.cancel("disconnect")  # for the accounts it has failed already
 
     def _time_out(self) -> None:
         if self._cancel_cause is None and not self._task.done():
@@ -110,7 +117,7 @@ class Generation:
             self.cancel("timeout")
 
     async def _run(self) -> None:
-        async with self._admission.slot(self.cut):
+        async with self._admission.slot(self.cut) as self._end_slot:
             self.recorder.admitted()
             timer = (
                 self._loop.call_later(self._timeout_seconds, self._time_out)

@@ -55,6 +55,12 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(entry, enc_hook=str).decode()
 
 
+def fit_for_log(name: str, most_characters: int = 40) -> str:
+    """The beginning of a name that a client made up, without what a terminal or a reader would obey."""
+    shown = name[:most_characters]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
 def configure_logging(level: str, log_format: str) -> None:
     """Sends all logs of the process to stderr. Called once, by the command line."""
     handler = logging.StreamHandler(sys.stderr)

@@ -24,7 +24,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Finished, ModelInfo
+from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Failed, Finished, ModelInfo
 from s2moe.server.bucket_histogram import BucketHistogram
 from s2moe.server.engine_client import EngineState
 from s2moe.server.expert_metrics import ExpertMetrics
@@ -276,7 +276,7 @@ class Metrics:
         self._experts.on_stats(stats)
         self._prompt_cache.on_stats(stats)
 
-    def on_finished(self, event: Finished) -> None:
+    def on_finished(self, event: Finished | Failed) -> None:
         for phase, durations in event.timings.step_durations.items():
             self._step_duration.add(durations.counts, durations.seconds, phase)
         if event.timings.speculation is not None:

@@ -1,9 +1,10 @@
 """Pure ASGI layers around the application, outermost first:
 
-RequestContext   request id, access log, HTTP metrics, the last resort for exceptions
+RequestContext   request id, access log, HTTP metrics
 (CORS)           Starlette's own, only when an origin is configured
+LastResort       500 for exceptions that nobody else has turned into an answer
 ApiKey           401
-BodyReading      413, 408, and how many bodies are read at a time
+BodyReading      413, 408, 429, and how many bodies are read at a time
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from s2moe.server.api.docs import DOCS_PATHS, DOCS_ROUTES
 from s2moe.server.api.page import PAGE_PATHS, PAGE_ROUTES
-from s2moe.server.body_gate import LEAST_ALLOWANCE_BYTES, UNGATED_BYTES, BodyGate, BodyLimit
+from s2moe.server.body_gate import (
+    FIRST_PART_BYTES,
+    LEAST_ALLOWANCE_BYTES,
+    UNGATED_BYTES,
+    BodyGate,
+    BodyLimit,
+)
 from s2moe.server.engine_client import EngineClient
 from s2moe.server.error_dialects import error_response
-from s2moe.server.errors import CLIENT_GONE_STATUS, AuthenticationError, BodyTimeoutError
+from s2moe.server.errors import CLIENT_GONE_STATUS, AuthenticationError, BodyQueueError, BodyTimeoutError
 from s2moe.server.logs import choose_request_id, request_id_var
 from s2moe.server.metrics import Metrics
 from s2moe.server.recorder import RequestRecorder
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"}) | PAGE_PATHS
-_QUIET_ROUTES = frozenset({"/health", "/v1/health", "/metrics", *PAGE_ROUTES})
+OPEN_PATHS = frozenset({"/health", "/v1/health"}) | PAGE_PATHS | DOCS_PATHS
+_QUIET_ROUTES = frozenset({"/health", "/v1/health", "/metrics", *PAGE_ROUTES, *DOCS_ROUTES})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _access_log = logging.getLogger("s2moe.server.access")
 _log = logging.getLogger(__name__)
@@ -67,12 +76,6 @@ class RequestContext:
         scope[BODY_SEND_KEY] = send
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            if status:
-                # Too late for an answer; the server closes the connection and logs the error.
-                raise
-            _log.exception("unhandled error")
-            await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             code = status if complete else CLIENT_GONE_STATUS
             self._account(scope, code, time.monotonic() - began)
@@ -91,6 +94,33 @@ class RequestContext:
             fields["generated_tokens"] = recorder.n_generated_tokens
         level = logging.DEBUG if route in _QUIET_ROUTES and code < 400 else logging.INFO
         _access_log.log(level, "request", extra={"fields": fields})
+
+
+class LastResort:
+    """Turns an exception into an answer, unless one was begun. Inside CORS: a web page may read it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:
+            if began:
+                # Too late for an answer; the server closes the connection and logs the error.
+                raise
+            _log.exception("unhandled error")
+            await error_response(error, scope["path"])(scope, receive, send)
 
 
 class ApiKey:
@@ -125,10 +155,12 @@ class ApiKey:
 
 class BodyReading:
     """Refuses bodies beyond the limit, at once by Content-Length, else when the bytes have come; lets large
-    ones wait until others have been read; gives up on those that come too slowly."""
+    ones wait until others have been read, but not for ever; gives up on those that come too slowly."""
 
     patience_seconds = 30.0
     """Without progress, and altogether beyond what the least rate takes."""
+    turn_patience_seconds = 60.0
+    """For the turn of a large body: more, so that one that has come to a halt has made room by then."""
     least_rate = 16 * 1024
     """Bytes per second."""
 
@@ -137,6 +169,7 @@ class BodyReading:
         self._client = client
         self._limit = BodyLimit(max_bytes)
         self._gate = BodyGate()
+        self._first_parts_gate = BodyGate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -145,8 +178,8 @@ class BodyReading:
         headers = Headers(scope=scope)
         limit_bytes = self._limit.of_model(self._client.model)
         text = headers.get("content-length", "")
-        declared = int(text) if text.isdigit() else limit_bytes if "transfer-encoding" in headers else 0
-        if declared > limit_bytes:
+        declared = None if "transfer-encoding" in headers else int(text) if text.isdigit() else 0
+        if declared is not None and declared > limit_bytes:
             refusal = self._limit.refusal(self._client.model)
             await error_response(refusal, scope["path"])(scope, receive, send)
             return
@@ -156,11 +189,16 @@ class BodyReading:
         finally:
             body.end()
 
-    async def enter(self, n_bytes: int, limit_bytes: int) -> None:
+    async def enter(self, n_bytes: int, limit_bytes: int) -> BodyGate:
+        """Waits until a body, or the rest of one, may be read. Returns the gate that is to be left."""
         await self._gate.enter(n_bytes, max(LEAST_ALLOWANCE_BYTES, limit_bytes))
+        return self._gate
 
-    def leave(self, n_bytes: int) -> None:
-        self._gate.leave(n_bytes)
+    async def enter_first_part(self) -> BodyGate:
+        """The same for the first part of a body of unknown length. Apart, since whoever waits there for the
+        rest holds nothing that the others wait for."""
+        await self._first_parts_gate.enter(FIRST_PART_BYTES, LEAST_ALLOWANCE_BYTES)
+        return self._first_parts_gate
 
     def refusal(self) -> Exception:
         return self._limit.refusal(self._client.model)
@@ -169,23 +207,24 @@ class BodyReading:
 class _Body:
     """The body of one request on its way in."""
 
-    def __init__(self, reading: BodyReading, receive: Receive, declared_bytes: int, limit_bytes: int) -> None:
+    def __init__(
+        self, reading: BodyReading, receive: Receive, declared_bytes: int | None, limit_bytes: int
+    ) -> None:
+        """`declared_bytes`: None = nobody knows."""
         self._reading = reading
         self._receive = receive
         self._declared_bytes = declared_bytes
         self._limit_bytes = limit_bytes
         self._n_bytes = 0
-        self._held_bytes = 0
+        self._held: list[tuple[BodyGate, int]] = []
         self._began: float | None = None
         self._complete = False
 
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
+        await self._wait_for_turn()
         if self._began is None:
-            if self._declared_bytes > UNGATED_BYTES:
-                await self._reading.enter(self._declared_bytes, self._limit_bytes)
-                self._held_bytes = self._declared_bytes
             self._began = time.monotonic()
         try:
             async with asyncio.timeout(self._patience_seconds(self._began)):
@@ -203,10 +242,34 @@ class _Body:
         return message
 
     def end(self) -> None:
-        """Gives back what it holds of the allowance."""
-        held, self._held_bytes = self._held_bytes, 0
-        if held:
-            self._reading.leave(held)
+        """Gives back what it holds of the allowances."""
+        held, self._held = self._held, []
+        for gate, n_bytes in held:
+            gate.leave(n_bytes)
+
+    async def _wait_for_turn(self) -> None:
+        """Returns once what comes next may be read. Raises BodyQueueError."""
+        if self._declared_bytes is not None:
+            if self._declared_bytes > UNGATED_BYTES and not self._held:
+                await self._enter(
+                    self._reading.enter(self._declared_bytes, self._limit_bytes), self._declared_bytes
+                )
+        elif self._n_bytes > UNGATED_BYTES and not self._held:
+            await self._enter(self._reading.enter_first_part(), FIRST_PART_BYTES)
+        elif self._n_bytes > FIRST_PART_BYTES and len(self._held) == 1:
+            rest_bytes = self._limit_bytes - FIRST_PART_BYTES
+            await self._enter(self._reading.enter(rest_bytes, self._limit_bytes), rest_bytes)
+
+    async def _enter(self, turn: Coroutine[Any, Any, BodyGate], n_bytes: int) -> None:
+        waits_since = time.monotonic()
+        patience = self._reading.turn_patience_seconds
+        try:
+            async with asyncio.timeout(patience):
+                self._held.append((await turn, n_bytes))
+        except TimeoutError:
+            raise BodyQueueError(patience) from None
+        if self._began is not None:
+            self._began += time.monotonic() - waits_since  # not the client's time
 
     def _patience_seconds(self, began: float) -> float:
         patience = self._reading.patience_seconds

@@ -169,7 +169,7 @@ class RequestRecorder:
             self._metrics.grammar_compile_duration.observe(event.timings.grammar_seconds)
         if self._is_last_choice:
             self._metrics.request_duration.observe(time.monotonic() - self._arrived)
-            if event.reason != "cancelled":
+            if event.reason != "cancelled" and self.finish is None:
                 self._end(event.reason)
 
     def _end(self, finish: str) -> None:

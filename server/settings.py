@@ -175,7 +175,9 @@ class Settings(BaseSettings):
         "not at all (default: balanced, and exact for expert-skip and cascade)",
     )
     exact: bool = Field(
-        False, description="the text is the one without speculation: the preset exact, whatever else is set"
+        False,
+        description="the text is that of requests with speculation off: the preset exact, "
+        "whatever else is set",
     )
     draft_experts: int = Field(
         0, ge=0, le=MAX_EXPERTS, description="experts per token of a draft; 0 = a quarter of the model's"
@@ -241,6 +243,11 @@ class Settings(BaseSettings):
     )
     strict_model: bool = Field(
         False, description="answer 404 to a request that names another model, instead of serving it"
+    )
+    reasoning_fields: Literal["both", "reasoning_content", "reasoning"] = Field(
+        "both",
+        description="under which names chat completions give the reasoning; both = the same text twice, for "
+        "clients of either kind",
     )
     max_body_size: SizeBytes = Field(
         8 * 2**20,

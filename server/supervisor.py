@@ -25,6 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from s2moe.engine.messages import (
+    MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
     Configure,
@@ -58,11 +59,12 @@ from s2moe.engine.messages import (
     Tokenized,
 )
 from s2moe.server.engine_client import (
-    EngineError,
     EngineObserver,
     EngineState,
+    EngineStoppingError,
     EngineUnavailableError,
     EventSink,
+    TooLongForEngineError,
 )
 from s2moe.server.engine_exit import EngineExit, OomKillCounter
 from s2moe.server.engine_process import EngineProcess
@@ -189,8 +191,8 @@ class EngineSupervisor:
     async def run(self, request: Generate, sink: EventSink) -> None:
         """See EngineClient.
 
-        Raises RuntimeError when another request is running, EngineError when this one is too long for the
-        wire.
+        Raises RuntimeError when another request is running, TooLongForEngineError when this one is too long
+        for the wire.
         """
         generation = await self._begin(request, sink)
         try:
@@ -207,8 +209,8 @@ class EngineSupervisor:
     async def ask(self, query: Query) -> QueryReply:
         """See EngineClient.
 
-        Raises RuntimeError when a query with the same id is under way, EngineError when this one is too long
-        for the wire.
+        Raises RuntimeError when a query with the same id is under way, TooLongForEngineError when this one is
+        too long for the wire.
         """
         self._raise_if_unavailable(EngineState.READY, EngineState.BUSY)
         with self._queries.expect(query.query_id) as reply:
@@ -410,9 +412,8 @@ class EngineSupervisor:
             return
         if not generation.aborting:
             generation.sink(event)
-        if isinstance(event, Finished):
-            self._observer.on_finished(event)
         if isinstance(event, Finished | Failed):
+            self._observer.on_finished(event)
             self._generation = None
             self._set_state(EngineState.READY, "ready")
             generation.ended.set()
@@ -479,7 +480,8 @@ class EngineSupervisor:
         try:
             self._send(message)
         except ProtocolError as error:
-            raise EngineError(f"The {what} is too long for the engine: {error}.") from error
+            reason = f"The {what} is too long for the engine: {error}."
+            raise TooLongForEngineError(reason, MAX_FRAME_BYTES) from error
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
@@ -552,7 +554,7 @@ class EngineSupervisor:
         if self._state is EngineState.DEAD:
             raise EngineUnavailableError(f"The engine is not available: {self._state_detail}.", self._state)
         if self._stopping.is_set():
-            raise EngineUnavailableError("The server is shutting down.", self._state)
+            raise EngineStoppingError("The server is shutting down.", self._state)
 
 
 def _log_plan(plan: Plan | None, before: Plan | None = None) -> None:

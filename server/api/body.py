@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any, TypeVar
+import logging
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from s2moe.server.errors import ClientGoneError, InvalidRequestError, MediaTypeError, from_validation
+from s2moe.server.logs import fit_for_log
+
+_MOST_NAMES: Final = 16
+_log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -28,11 +34,25 @@ async def read_model(request: Request, model: type[Model]) -> Model:
     except ClientDisconnect as error:
         raise ClientGoneError from error
     try:
-        return model.model_validate(parse_object(body))
+        fields = parse_object(body)
+        known = model.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
     except RecursionError:
         raise InvalidRequestError("The request body is nested too deeply.", code="invalid_json") from None
+    if _log.isEnabledFor(logging.DEBUG):
+        _log_unknown(fields, model)
+    return known
+
+
+def _log_unknown(fields: Mapping[str, Any], model: type[BaseModel]) -> None:
+    """Names only: a value may be a prompt."""
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        names = [fit_for_log(name) for name in unknown[:_MOST_NAMES]]
+        shown = {"names": names, "n_fields": len(unknown)}
+        _log.debug("fields of the request were ignored: they are not known", extra={"fields": shown})
 
 
 def _check_media_type(request: Request) -> None:

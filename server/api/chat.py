@@ -15,14 +15,15 @@ from s2moe.server.openapi import request_body
 from s2moe.server.schema.chat import ChatCompletion, ChatRequest
 from s2moe.server.schema.error import error_responses
 from s2moe.server.stream.chat_chunks import ChatChunkEncoder
-from s2moe.server.stream.chat_completion import ChatCompletionBuilder
+from s2moe.server.stream.chat_completion import REASONING_NAMES, ChatCompletionBuilder
 
 API = "chat"
 
 
 def router(answering: Answering) -> APIRouter:
     routes = APIRouter()
-    alias = answering.alias
+    alias, wanted = answering.alias, answering.settings.reasoning_fields
+    reasoning_names = REASONING_NAMES if wanted == "both" else (wanted,)
 
     async def create(request: Request) -> Response:
         body = await read_model(request, ChatRequest)
@@ -45,6 +46,7 @@ def router(answering: Answering) -> APIRouter:
                     model=alias,
                     fingerprint=lambda: answering.fingerprint,
                     logprobs=logprobs,
+                    reasoning_names=reasoning_names,
                 ),
             )
         return await answering.stream(
@@ -58,6 +60,7 @@ def router(answering: Answering) -> APIRouter:
                 include_usage=include_usage,
                 n_choices=n_choices,
                 return_progress=return_progress,
+                reasoning_names=reasoning_names,
             ),
         )
 

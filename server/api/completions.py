@@ -15,7 +15,7 @@ from s2moe.server.asking import Asking, new_query_id
 from s2moe.server.chat_job import check_model
 from s2moe.server.completion_job import API, completion_job
 from s2moe.server.engine_client import EngineError
-from s2moe.server.errors import ApiError, ClientGoneError, to_api_error
+from s2moe.server.errors import ApiError, to_api_error
 from s2moe.server.openapi import request_body
 from s2moe.server.schema.completions import Completion, CompletionRequest
 from s2moe.server.schema.error import error_responses
@@ -39,8 +39,6 @@ def router(answering: Answering, asking: Asking) -> APIRouter:
         try:
             job = completion_job(body, answering.client.model)
             echoes = await _echoes(request, body, asking) if body.echo else []
-        except ClientGoneError:
-            raise
         except (ApiError, EngineError) as error:
             raise answering.refuse(request, API, stream=streamed, error=to_api_error(error)) from None
         answer = TextAnswer(

@@ -15,6 +15,7 @@ from s2moe.server.convert.chat_form import ChatForm
 from s2moe.server.convert.field_names import FieldNames
 from s2moe.server.engine_client import EngineError
 from s2moe.server.errors import ApiError, to_api_error
+from s2moe.server.logs import fit_for_log
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 def job_of(answering: Answering, request: Request, form: ChatForm, api: str, *, stream: bool) -> Job:
     """Raises ApiError that names the client's field, after having accounted for it."""
     if form.skipped_tools:
-        kinds = [kind[:40] for kind in form.skipped_tools[:8]]
+        kinds = [fit_for_log(kind) for kind in form.skipped_tools[:8]]
         _log.debug("tools that the server cannot run were left out", extra={"fields": {"types": kinds}})
     try:
         return chat_job(answering, form.request(), api)

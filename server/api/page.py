@@ -15,7 +15,7 @@ from s2moe.server.errors import NotFoundError
 
 _FOLDER: Final = Path(__file__).parents[1] / "page"
 _INDEX: Final = "index.html"
-_TYPES: Final = {
+MEDIA_TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -48,12 +48,11 @@ CONTENT_SECURITY_POLICY: Final = (
 )
 """Nothing from elsewhere, nothing inline, nothing framed; text cannot become markup or code, since no trusted
 type is ever made."""
-_HEADERS: Final = {
+SECURITY_HEADERS: Final = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
-    "Vary": "Accept-Encoding",
 }
 
 
@@ -64,12 +63,13 @@ class PageFile:
         """Raises OSError when it cannot be read: the installation is incomplete."""
         self._bytes = path.read_bytes()
         self._compressed = gzip.compress(self._bytes, mtime=0)
-        self._type = _TYPES[path.suffix]
+        self._type = MEDIA_TYPES[path.suffix]
         self._digest = hashlib.sha256(self._bytes).hexdigest()[:24]
 
     def response(self, asked: Headers) -> Response:
         compress = "gzip" in asked.get("accept-encoding", "")
-        headers = {**_HEADERS, "ETag": f'"{self._digest}{"-gzip" if compress else ""}"'}
+        tag = f'"{self._digest}{"-gzip" if compress else ""}"'
+        headers = {**SECURITY_HEADERS, "Vary": "Accept-Encoding", "ETag": tag}
         if compress:
             headers["Content-Encoding"] = "gzip"
         known = [tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")]

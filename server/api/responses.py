@@ -34,6 +34,7 @@ def router(answering: Answering, asking: Asking) -> APIRouter:
         response_id = f"resp_{uuid.uuid4().hex}"
         head = head_of(body, response_id=response_id, created=int(time.time()), model=answering.alias)
         summarize = body.reasoning is not None and body.reasoning.summary is not None
+        logprobs = body.wants_logprobs
         names = form.names
         del body, form  # may be long, and what follows may wait
         return await answer(
@@ -42,7 +43,9 @@ def router(answering: Answering, asking: Asking) -> APIRouter:
             job,
             names,
             builder=None if streamed else ResponseBuilder(head, summarize=summarize),
-            make_encoder=lambda: ResponseEventEncoder(head, names=names, summarize=summarize),
+            make_encoder=lambda: ResponseEventEncoder(
+                head, names=names, summarize=summarize, logprobs=logprobs
+            ),
         )
 
     async def count(request: Request) -> Response:

@@ -45,6 +45,8 @@ def to_chat(body: ResponsesRequest) -> ChatForm:
         "parallel_tool_calls": (body.parallel_tool_calls is not False) if tools else None,
         "response_format": _chat_format(body.text.format) if body.text and body.text.format else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "logprobs": True if body.wants_logprobs else None,
+        "top_logprobs": body.top_logprobs,
     }
     skipped = tuple(dict.fromkeys(tool.type for tool in body.tools or () if tool.type != FUNCTION))
     return ChatForm(fields, FieldNames(conversation.origins, names, _FIELDS), skipped)

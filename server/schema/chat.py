@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from s2moe.server.schema.chat_message import ChatMessage
 from s2moe.server.schema.json_value import MAX_DEPTH, is_too_deep, refuse
-from s2moe.server.schema.sampling import SamplingFields, fail
+from s2moe.server.schema.sampling import SamplingFields, TokenLimit, fail
 from s2moe.server.schema.speculation import Speculation
 from s2moe.server.schema.timings import Timings
 from s2moe.server.schema.tools import MAX_TOOLS, ResponseFormat, Tool, ToolChoice
@@ -22,7 +22,6 @@ MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPLATE_VARIABLES = 64
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
-_MOST_TOKENS = 2**31 - 1
 _USE_RESPONSE_FORMAT = refuse("use `response_format`")
 _REFUSED = "refused where set: use response_format"
 
@@ -81,8 +80,10 @@ class ChatRequest(SamplingFields):
     )
     stream: bool | None = Field(None, description="send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="what else a stream holds")
-    max_tokens: int | None = Field(None, ge=1, description="most tokens to generate")
-    max_completion_tokens: int | None = Field(None, ge=1, description="same as max_tokens; wins over it")
+    max_tokens: TokenLimit | None = Field(
+        None, description="most tokens to generate; absent or -1 = as many as fit the context"
+    )
+    max_completion_tokens: TokenLimit | None = Field(None, description="same as max_tokens; wins over it")
     n: int | None = Field(
         None,
         ge=1,
@@ -168,8 +169,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def token_limit(self) -> int | None:
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return None if limit is None else min(limit, _MOST_TOKENS)
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def n_choices(self) -> int:
@@ -208,8 +208,10 @@ class AnswerCall(BaseModel):
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None = Field(description="null when there is nothing but tool calls")
-    reasoning_content: str | None = Field(None, description="present only when the model reasoned")
-    reasoning: str | None = Field(None, description="same text as reasoning_content")
+    reasoning_content: str | None = Field(
+        None, description="present only when the model reasoned, and with --reasoning-fields"
+    )
+    reasoning: str | None = Field(None, description="the same text under its other name")
     tool_calls: list[AnswerCall] | None = Field(None, description="present only when there are any")
 
 

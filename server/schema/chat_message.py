@@ -82,7 +82,9 @@ class ChatMessage(BaseModel):
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)
     ] = Field(description="developer means system; tool = the result of a call")
     content: Annotated[str | list[TextPart] | None, BeforeValidator(_join_content)] = Field(
-        None, description="text, null (allowed for the assistant), or text parts, which are joined"
+        None,
+        description="text, text parts, which are joined, or null, which is no text; only messages of the "
+        "assistant and of tools may lack it",
     )
     name: str | None = Field(None, description="of the tool, for the role tool; else accepted and ignored")
     tool_calls: list[ToolCall] | None = Field(
@@ -102,7 +104,9 @@ class ChatMessage(BaseModel):
             raise fail(f"a {self.role} message has no tool calls; only the assistant's may")
         if self.role == "tool" and not self.tool_call_id:
             raise fail("a tool message needs the tool_call_id of the call that it answers")
-        if self.content is None and self.role != "assistant":
+        # Null is how clients write that there is no text. A message that lacks the field may have it under a
+        # wrong name; not a tool's, since some clients leave out what is empty.
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
             raise fail(f"a {self.role} message needs content")
         return self
 

@@ -12,14 +12,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from s2moe.server.schema.chat import StreamOptions, Usage
 from s2moe.server.schema.json_value import refuse
 from s2moe.server.schema.prompts import Prompt, PromptForms, read_prompts
-from s2moe.server.schema.sampling import SamplingFields, fail
+from s2moe.server.schema.sampling import SamplingFields, TokenLimit, fail
 from s2moe.server.schema.speculation import Speculation
 from s2moe.server.schema.timings import Timings
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 16
 MAX_LOGPROBS = 5
-_MOST_TOKENS = 2**31 - 1
 _NO_SCHEMA = refuse("use `grammar`, or `response_format` of chat completions")
 _REFUSED = "refused where set: use grammar, or response_format of chat completions"
 
@@ -43,8 +42,10 @@ class CompletionRequest(SamplingFields):
     )
     stream: bool | None = Field(None, description="send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="what else a stream holds")
-    max_tokens: int | None = Field(
-        None, ge=1, description=f"most tokens to generate per choice; absent = {DEFAULT_MAX_TOKENS}"
+    max_tokens: TokenLimit | None = Field(
+        None,
+        description=f"most tokens to generate per choice; absent = {DEFAULT_MAX_TOKENS}, -1 = as many as fit "
+        "the context",
     )
     n: int | None = Field(
         None,
@@ -93,7 +94,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def token_limit(self) -> int:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else min(self.max_tokens, _MOST_TOKENS)
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def problem(self) -> tuple[str, str] | None:
         """The first field that cannot be honoured beside the others, with the reason."""

@@ -56,6 +56,12 @@ EXAMPLES: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "instructions": "Be brief.",
             "tools": [{"type": "function", **_WEATHER}],
         },
+        "With log probabilities": {
+            "input": "How warm is it in Paris?",
+            "max_output_tokens": 16,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        },
     },
     "MessagesRequest": {
         "A question": {"max_tokens": 64, "messages": [_USER]},

@@ -1,17 +1,18 @@
 """`POST /v1/messages` and its `/count_tokens` (Anthropic): every request field declared once.
 
 Unknown fields are ignored; null means absent. The fields of `SamplingFields` that Anthropic does not have
-mean the same as in chat completions.
+mean the same as in chat completions, and those of `ForeignFormats` are refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from s2moe.server.schema.chat import MAX_MESSAGES
-from s2moe.server.schema.sampling import SamplingFields, fail
+from s2moe.server.schema.foreign_formats import ForeignFormats
+from s2moe.server.schema.sampling import SamplingFields, TokenLimit, fail
 from s2moe.server.schema.text_parts import join_parts, unsupported_part
 
 CUSTOM = "custom"
@@ -35,6 +36,8 @@ def _join_text(value: object) -> object:
 
 
 def _as_blocks(value: object) -> object:
+    if value is None:
+        return []
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -92,8 +95,8 @@ class MessageTurn(BaseModel):
     content: Annotated[
         list[MessageBlock],
         FailFast(),
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[MessageBlock]),
-    ] = Field(description="text, or blocks")
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[MessageBlock] | None),
+    ] = Field(description="text, or blocks; null is no text")
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> MessageTurn:
@@ -155,10 +158,11 @@ class OutputConfig(BaseModel):
     )
 
 
-class CountTokensRequest(SamplingFields):
+class CountTokensRequest(ForeignFormats, SamplingFields):
     """Body of a request for the number of tokens of a prompt."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    FORMAT_FIELD: ClassVar[str] = "output_config.format"
 
     messages: Annotated[list[MessageTurn], FailFast()] = Field(
         min_length=1,
@@ -181,6 +185,12 @@ class CountTokensRequest(SamplingFields):
     output_config: OutputConfig | None = Field(None, description="form of the answer")
     output_format: OutputFormat | None = Field(None, description="older name of output_config.format")
 
+    @model_validator(mode="after")
+    def _has_one_format(self) -> CountTokensRequest:
+        if self.output_format is not None and self.output_config and self.output_config.format:
+            raise fail("`output_format` is an older name of `output_config.format`; send one of them")
+        return self
+
     @property
     def answer_format(self) -> tuple[str, OutputFormat] | None:
         """With the name of its field."""
@@ -192,7 +202,7 @@ class CountTokensRequest(SamplingFields):
 class MessagesRequest(CountTokensRequest):
     """Body of a request for a message."""
 
-    max_tokens: int = Field(ge=1, description="most tokens to generate")
+    max_tokens: TokenLimit = Field(description="most tokens to generate; -1 = as many as fit the context")
     stop_sequences: list[str] | None = Field(
         None, description="strings that end the answer and are not part of it; limits as of stop"
     )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from s2moe.server.schema.chat import TokenLogprob
 from s2moe.server.schema.speculation import Speculation
 from s2moe.server.schema.timings import Timings
 
@@ -33,6 +34,9 @@ class OutputPart(BaseModel):
     type: Literal["output_text", "reasoning_text", "summary_text"]
     text: str
     annotations: list[Any] | None = Field(None, description="of an output_text; always empty")
+    logprobs: list[TokenLogprob] | None = Field(
+        None, description="of an output_text: its tokens, if the request asked for them; else empty"
+    )
 
 
 class OutputItem(BaseModel):
@@ -83,6 +87,7 @@ class ResponseObject(BaseModel):
     reasoning: dict[str, Any] = Field(description="effort and summary of the request")
     temperature: float | None
     top_p: float | None
+    top_logprobs: int
     text: dict[str, Any] = Field(description="format of the request")
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]] = Field(description="functions of the request, without tools of other types")

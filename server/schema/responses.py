@@ -1,20 +1,22 @@
 """`POST /v1/responses`: every request field declared once, with limits and description.
 
 Unknown fields are ignored; null means absent. The fields of `SamplingFields` that OpenAI does not have here
-mean the same as in chat completions.
+mean the same as in chat completions, and those of `ForeignFormats` are refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from s2moe.server.schema.chat import MAX_MESSAGES
-from s2moe.server.schema.sampling import SamplingFields, fail, shown
+from s2moe.server.schema.chat import MAX_MESSAGES, MAX_TOP_LOGPROBS
+from s2moe.server.schema.foreign_formats import ForeignFormats
+from s2moe.server.schema.sampling import SamplingFields, TokenLimit, fail, shown
 from s2moe.server.schema.text_parts import join_parts
 
 FUNCTION = "function"
+TEXT_LOGPROBS = "message.output_text.logprobs"
 _STRICT = ConfigDict(strict=True, hide_input_in_errors=True)
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -25,6 +27,8 @@ _NEEDS = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+_TEXT_FIELDS = ("content", "output")
+"""Of which null is no text."""
 _MODES = ("auto", "none", "required")
 
 
@@ -125,7 +129,8 @@ class InputItem(BaseModel):
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> InputItem:
         for name in _NEEDS[self.type]:
-            if getattr(self, name) is None:
+            is_empty = name in _TEXT_FIELDS and name in self.model_fields_set
+            if getattr(self, name) is None and not is_empty:
                 raise fail(f"an item of type {self.type} needs `{name}`")
         return self
 
@@ -179,10 +184,11 @@ class ReasoningConfig(BaseModel):
     )
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(ForeignFormats, SamplingFields):
     """Body of a request for a response."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    FORMAT_FIELD: ClassVar[str] = "text.format"
 
     input: Annotated[
         list[InputItem],
@@ -198,7 +204,9 @@ class ResponsesRequest(SamplingFields):
     )
     instructions: str | None = Field(None, description="system message ahead of the input")
     stream: bool | None = Field(None, description="send the answer as server-sent events")
-    max_output_tokens: int | None = Field(None, ge=1, description="most tokens to generate")
+    max_output_tokens: TokenLimit | None = Field(
+        None, description="most tokens to generate; absent or -1 = as many as fit the context"
+    )
     tools: list[Annotated[ResponsesTool, BeforeValidator(_only_type_of_foreign)]] | None = Field(
         None, max_length=1024, description="functions that the model may call; other tools are skipped"
     )
@@ -214,11 +222,25 @@ class ResponsesRequest(SamplingFields):
     )
     store: bool | None = Field(None, description="ignored: nothing is stored")
     previous_response_id: str | None = Field(None, description="only null: nothing is stored")
-    conversation: str | dict[str, Any] | None = Field(None, description="only null: nothing is stored")
+    # any: an error would name the members of a union as if they were fields
+    conversation: Any = Field(None, description="only null: nothing is stored")
     prompt: dict[str, Any] | None = Field(None, description="only null: nothing is stored")
     background: bool | None = Field(None, description="only false")
-    include: list[str] | None = Field(None, description="ignored, but for log probabilities")
-    top_logprobs: int | None = Field(None, description="only 0")
+    include: list[str] | None = Field(
+        None,
+        description=f"{TEXT_LOGPROBS} = how likely the model found each token of the text, before penalties "
+        "and temperature; all else is ignored",
+    )
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description=f"and so many of the likeliest; needs {TEXT_LOGPROBS} in include",
+    )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return TEXT_LOGPROBS in (self.include or ())
 
     def unsupported_field(self) -> tuple[str, str] | None:
         """The first field that would change the answer and cannot be honoured, with the reason."""
@@ -231,8 +253,10 @@ class ResponsesRequest(SamplingFields):
             return "prompt", "this server stores no prompts; send the text as `instructions` or `input`"
         if self.background:
             return "background", "this server stores no responses; wait for the answer, or stream it"
-        if self.top_logprobs:
-            return "top_logprobs", "log probabilities are given by chat completions only"
-        if any("logprobs" in name for name in self.include or ()):
-            return "include", "log probabilities are given by chat completions only"
+        if self.top_logprobs and not self.wants_logprobs:
+            return "top_logprobs", f"it needs `{TEXT_LOGPROBS}` in `include`"
+        for name in self.include or ():
+            # whoever asks for log probabilities must not go without them
+            if "logprobs" in name and name != TEXT_LOGPROBS:
+                return "include", f"{shown(name)} is not known; log probabilities are `{TEXT_LOGPROBS}`"
         return None

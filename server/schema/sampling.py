@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,8 @@ from s2moe.server.schema.s2moe_options import S2moeOptions
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MOST_TOKENS = 2**31 - 1
+"""More than any context has, and what the wire holds."""
 
 
 def fail(message: str) -> PydanticCustomError:
@@ -56,16 +58,32 @@ def _token_biases(value: object) -> object:
     return biases
 
 
+def _within_wire(value: object) -> object:
+    # `type`, since -1.0 and True are no numbers of tokens
+    return MOST_TOKENS if type(value) is int and (value == -1 or value > MOST_TOKENS) else value
+
+
+TokenLimit = Annotated[
+    int,
+    Field(ge=1),
+    BeforeValidator(_within_wire, json_schema_input_type=Annotated[int, Field(ge=1)] | Literal[-1]),
+]
+"""Most tokens to generate. Clients of llama-server and LM Studio send -1 for as many as fit the context; that
+is MOST_TOKENS here."""
+
+
 class SamplingFields(BaseModel):
     """null means absent: the model's recommendation, or else llama.cpp's default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     temperature: float | None = Field(None, ge=0, le=2, description="0 = always the likeliest token")
-    top_p: float | None = Field(None, gt=0, le=1, description="sample among the likeliest that sum to this")
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="sample among this many; 0 = all")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="sample among the likeliest that sum to this; 0 = the likeliest alone"
+    )
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="sample among this many; 0 or -1 = all")
     min_p: float | None = Field(None, ge=0, le=1, description="drop tokens below this share of the best one")
-    seed: int | None = Field(None, description="taken modulo 2^32; absent = random")
+    seed: int | None = Field(None, description="taken modulo 2^32; absent or -1 = random")
     stop: Annotated[str | list[str] | None, BeforeValidator(_stop_list)] = Field(
         None, description=f"up to {MAX_STOP_STRINGS} strings that end the answer and are not part of it"
     )
@@ -94,9 +112,9 @@ class SamplingFields(BaseModel):
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=None if self.top_k is None else max(0, self.top_k),
             min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % 2**32,
+            seed=None if self.seed is None or self.seed == -1 else self.seed % 2**32,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repeat_penalty=self.repeat_penalty,

@@ -5,10 +5,12 @@ Protocols that number the parts of an answer (Responses, Messages) stream and bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from s2moe.engine.messages import Step, ToolCallDelta
+from s2moe.engine.messages import Step, TokenLogprob, ToolCallDelta
+from s2moe.server.stream.text_tokens import TextTokens
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -23,6 +25,8 @@ class Part:
     """Of the function that is called."""
     call_index: int = -1
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of a text: its tokens, if the request asked for them."""
 
     @property
     def text(self) -> str:
@@ -35,6 +39,8 @@ class Change(NamedTuple):
     part: Part
     text: str = ""
     """What there is more of."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """Of the tokens that begin in a text that there is more of."""
 
 
 class AnswerParts:
@@ -47,13 +53,15 @@ class AnswerParts:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._open: Part | None = None
+        self._text_tokens = TextTokens()
 
     def feed(self, step: Step) -> list[Change]:
         changes: list[Change] = []
+        logprobs = self._text_tokens.feed(step)
         if step.reasoning:
             self._write("reasoning", step.reasoning, changes)
         if step.content:
-            self._write("text", step.content, changes)
+            self._write("text", step.content, changes, logprobs)
         for delta in step.tool_calls:
             self._write_call(delta, changes)
         return changes
@@ -66,12 +74,15 @@ class AnswerParts:
         self._close(changes)
         return changes
 
-    def _write(self, kind: Kind, text: str, changes: list[Change]) -> None:
+    def _write(
+        self, kind: Kind, text: str, changes: list[Change], logprobs: Sequence[TokenLogprob] = ()
+    ) -> None:
         part = self._open
         if part is None or part.kind != kind:
             part = self._begin(Part(kind, len(self.parts)), changes)
         part.pieces.append(text)
-        changes.append(Change("more", part, text))
+        part.logprobs += logprobs
+        changes.append(Change("more", part, text, logprobs))
 
     def _write_call(self, delta: ToolCallDelta, changes: list[Change]) -> None:
         part = self._open

@@ -8,13 +8,14 @@ event and nothing more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from s2moe.engine.messages import Finished, PrefillProgress, Started, Step, ToolCallDelta
 from s2moe.server.errors import ErrorReply
+from s2moe.server.stream.chat_completion import REASONING_NAMES
 from s2moe.server.stream.chat_logprobs import token_logprobs
 from s2moe.server.stream.choices import total_of
 from s2moe.server.stream.sse import DONE
@@ -39,12 +40,15 @@ class ChatChunkEncoder:
         include_usage: bool,
         n_choices: int = 1,
         return_progress: bool = False,
+        reasoning_names: Sequence[str] = REASONING_NAMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds, for the time in prompt_progress."""
+        """`reasoning_names`: of the fields that reasoning is given in. `clock` gives seconds, for the time in
+        prompt_progress."""
         self._include_usage = include_usage
         self._n_choices = n_choices
         self._return_progress = return_progress
+        self._reasoning_names = reasoning_names
         self._clock = clock
         self._finished: list[Finished] = []
         self._head = {
@@ -60,7 +64,8 @@ class ChatChunkEncoder:
         self._end = b',"finish_reason":null}]' + usage + b"}\n\n"
         self._suffix = b',"logprobs":null' + self._end
         self._text_suffix = b"}" + self._suffix
-        self._prefix = self._content_prefix = self._reasoning_prefix = b""
+        self._reasoning_keys = [_json.encode(name) + b":" for name in reasoning_names]
+        self._prefix = self._content_prefix = b""
         self._progress: dict[str, int] = {}
         self._prefill_began = 0.0
 
@@ -76,8 +81,8 @@ class ChatChunkEncoder:
                 return b""
             return self._content_prefix + _json.encode(step.content) + self._text_suffix
         text = _json.encode(step.reasoning)
-        # The same text under both names in use: llama.cpp's and vLLM's.
-        data = self._reasoning_prefix + text + b',"reasoning":' + text + self._text_suffix
+        fields = b",".join([key + text for key in self._reasoning_keys])
+        data = self._prefix + b"{" + fields + self._text_suffix
         if step.content:
             data += self._content_prefix + _json.encode(step.content) + self._text_suffix
         return data
@@ -123,12 +128,11 @@ class ChatChunkEncoder:
         """The role chunk; sent once per choice, since clients concatenate roles."""
         self._prefix = self._envelope + str(len(self._finished)).encode() + b',"delta":'
         self._content_prefix = self._prefix + b'{"content":'
-        self._reasoning_prefix = self._prefix + b'{"reasoning_content":'
         return self._prefix + b'{"role":"assistant","content":null}' + self._suffix
 
     def _feed_parts(self, step: Step) -> bytes:
         """A step with tool calls or log probabilities; these are in the last of its chunks."""
-        deltas = list(_deltas_of(step))
+        deltas = list(self._deltas_of(step))
         if not step.logprobs:
             return b"".join(self._prefix + _json.encode(delta) + self._suffix for delta in deltas)
         *others, last = deltas or [{}]
@@ -136,14 +140,13 @@ class ChatChunkEncoder:
         logprobs = _json.encode({"content": token_logprobs(step.logprobs), "refusal": None})
         return data + self._prefix + _json.encode(last) + b',"logprobs":' + logprobs + self._end
 
-
-def _deltas_of(step: Step) -> Iterator[dict[str, Any]]:
-    if step.reasoning:
-        yield {"reasoning_content": step.reasoning, "reasoning": step.reasoning}
-    if step.content:
-        yield {"content": step.content}
-    for call in step.tool_calls:
-        yield from _call_deltas(call)
+    def _deltas_of(self, step: Step) -> Iterator[dict[str, Any]]:
+        if step.reasoning:
+            yield dict.fromkeys(self._reasoning_names, step.reasoning)
+        if step.content:
+            yield {"content": step.content}
+        for call in step.tool_calls:
+            yield from _call_deltas(call)
 
 
 def _call_deltas(call: ToolCallDelta) -> Iterator[dict[str, Any]]:

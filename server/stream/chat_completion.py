@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from s2moe.engine.messages import Finished, Step
 from s2moe.server.stream.chat_logprobs import token_logprobs
 from s2moe.server.stream.choices import total_of
 from s2moe.server.stream.tool_calls import ToolCalls
 from s2moe.server.stream.usage import performance_of, usage_of
+
+REASONING_NAMES: Final = ("reasoning_content", "reasoning")
+"""Of the field that holds what the model thought: llama.cpp's and vLLM's. Clients read one or the other."""
 
 
 class ChatCompletionBuilder:
@@ -23,9 +26,10 @@ class ChatCompletionBuilder:
         model: str,
         fingerprint: Callable[[], str],
         logprobs: bool = False,
+        reasoning_names: Sequence[str] = REASONING_NAMES,
     ) -> None:
         """`fingerprint` is asked at the end, when the model is surely known; `logprobs`: whether the request
-        asked for them."""
+        asked for them; `reasoning_names`: of the fields that reasoning is given in."""
         self._head = {
             "id": completion_id,
             "object": "chat.completion",
@@ -34,6 +38,7 @@ class ChatCompletionBuilder:
         }
         self._fingerprint = fingerprint
         self._wants_logprobs = logprobs
+        self._reasoning_names = reasoning_names
         self._choices: list[dict[str, Any]] = []
         self._finished: list[Finished] = []
         self._begin_choice()
@@ -50,7 +55,7 @@ class ChatCompletionBuilder:
         if self._calls:
             message |= {"content": content or None, "tool_calls": self._calls.whole()}
         if reasoning := "".join(self._reasoning):
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            message |= dict.fromkeys(self._reasoning_names, reasoning)
         self._choices.append(
             {
                 "index": len(self._choices),

@@ -13,7 +13,7 @@ from s2moe.engine.messages import ExpertUse, Finished, SpeculationReport, Timing
 _OF_THE_LAST: Final = frozenset(
     {
         *("method", "preset", "disabled_reason", "error_budget", "controller_state", "draft_length"),
-        *("verify_fit", "draft_fit", "single_seconds"),
+        *("is_paced", "verify_fit", "draft_fit", "single_seconds"),
     }
 )
 """Fields of SpeculationReport that say how things stood at the end; the others are counts and times."""

@@ -70,13 +70,13 @@ class MessageEventEncoder:
 
     def _write(self, changes: list[Change]) -> bytes:
         data = b""
-        for what, part, text in changes:
-            if what == "more":
-                data += self._delta_prefix + _json.encode(text) + b"}}\n\n"
-            elif what == "open":
-                data += self._open(part)
+        for change in changes:
+            if change.what == "more":
+                data += self._delta_prefix + _json.encode(change.text) + b"}}\n\n"
+            elif change.what == "open":
+                data += self._open(change.part)
             else:
-                data += _close(part)
+                data += _close(change.part)
         return data
 
     def _open(self, part: Part) -> bytes:

@@ -16,7 +16,8 @@ import msgspec
 from s2moe.engine.messages import Finished, PrefillProgress, Started, Step
 from s2moe.server.convert.field_names import FieldNames
 from s2moe.server.errors import ErrorReply
-from s2moe.server.stream.answer_parts import AnswerParts, Part
+from s2moe.server.stream.answer_parts import AnswerParts, Change, Part
+from s2moe.server.stream.chat_logprobs import token_logprobs
 from s2moe.server.stream.response_object import (
     ItemStatus,
     end_of,
@@ -43,13 +44,17 @@ class ResponseEventEncoder:
     head       of response_object.head_of()
     names      how errors name the client's fields
     summarize  whether reasoning is also given as its own summary
+    logprobs   whether the request asked for log probabilities of the text
     """
 
-    def __init__(self, head: Mapping[str, Any], *, names: FieldNames, summarize: bool) -> None:
+    def __init__(
+        self, head: Mapping[str, Any], *, names: FieldNames, summarize: bool, logprobs: bool = False
+    ) -> None:
         self._head = head
         self._id: str = head["id"]
         self._names = names
         self._summarize = summarize
+        self._wants_logprobs = logprobs
         self._parts = AnswerParts()
         self._output: list[dict[str, Any]] = []
         self._sequence_number = 0
@@ -66,19 +71,20 @@ class ResponseEventEncoder:
 
     def feed(self, step: Step) -> bytes:
         data = b""
-        for what, part, text in self._parts.feed(step):
-            if what == "more":
-                data += self._delta(text)
-            elif what == "open":
-                data += self._open(part)
+        for change in self._parts.feed(step):
+            if change.what == "more":
+                data += self._delta(change)
+            elif change.what == "open":
+                data += self._open(change.part)
             else:
-                data += self._close(part, "completed")
+                data += self._close(change.part, "completed")
         return data
 
     def finish_choice(self, event: Finished) -> bytes:
         data = b""
-        for what, part, _ in self._parts.finish():
-            data += self._open(part) if what == "open" else self._close(part, last_status(event))
+        for change in self._parts.finish():
+            is_open = change.what == "open"
+            data += self._open(change.part) if is_open else self._close(change.part, last_status(event))
         end = end_of(event)
         response = {**self._head, **end, "output": self._output}
         return data + self._event(f"response.{end['status']}", response=response)
@@ -103,16 +109,19 @@ class ResponseEventEncoder:
             begun = text_part("") if part.kind == "text" else reasoning_part("")
             data += self._event("response.content_part.added", **place, part=begun)
         kind = _DELTAS[part.kind]
-        if part.kind == "text":
+        if part.kind == "text" and not self._wants_logprobs:
             place["logprobs"] = []
         constant = _json.encode({"type": kind, **place})[:-1]
         self._delta_prefix = b"event: " + kind.encode() + b"\ndata: " + constant + b',"sequence_number":'
         return data
 
-    def _delta(self, text: str) -> bytes:
+    def _delta(self, change: Change) -> bytes:
         number = self._sequence_number
         self._sequence_number += 1
-        return self._delta_prefix + b'%d,"delta":%b}\n\n' % (number, _json.encode(text))
+        logprobs = b""
+        if self._wants_logprobs and change.part.kind == "text":
+            logprobs = b',"logprobs":' + _json.encode(token_logprobs(change.logprobs))
+        return self._delta_prefix + b'%d,"delta":%b%b}\n\n' % (number, _json.encode(change.text), logprobs)
 
     def _close(self, part: Part, status: ItemStatus) -> bytes:
         text, index = part.text, part.index
@@ -122,8 +131,9 @@ class ResponseEventEncoder:
             data = self._event("response.function_call_arguments.done", **place, **ended)
         elif part.kind == "text":
             at = {**place, "content_index": 0}
-            data = self._event("response.output_text.done", **at, text=text, logprobs=[])
-            data += self._event("response.content_part.done", **at, part=text_part(text))
+            whole = text_part(text, part.logprobs)
+            data = self._event("response.output_text.done", **at, text=text, logprobs=whole["logprobs"])
+            data += self._event("response.content_part.done", **at, part=whole)
         else:
             at = {**place, "content_index": 0}
             data = self._event("response.reasoning_text.done", **at, text=text)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
-from s2moe.engine.messages import Finished, Step
+from s2moe.engine.messages import Finished, Step, TokenLogprob
 from s2moe.server.convert.responses import names_of
 from s2moe.server.schema.responses import FUNCTION, ResponsesRequest, ResponsesTool, TextFormat
+from s2moe.server.schema.sampling import MOST_TOKENS
 from s2moe.server.stream.answer_parts import AnswerParts, Part
+from s2moe.server.stream.chat_logprobs import token_logprobs
 from s2moe.server.stream.usage import performance_of
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -24,6 +26,7 @@ def head_of(body: ResponsesRequest, *, response_id: str, created: int, model: st
     `response_id` begins with `resp_`; the ids of the items follow from it.
     """
     reasoning = body.reasoning
+    has_limit = body.max_output_tokens != MOST_TOKENS
     return {
         "id": response_id,
         "object": "response",
@@ -33,7 +36,7 @@ def head_of(body: ResponsesRequest, *, response_id: str, created: int, model: st
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "max_output_tokens": body.max_output_tokens if has_limit else None,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
@@ -48,6 +51,7 @@ def head_of(body: ResponsesRequest, *, response_id: str, created: int, model: st
         "text": {"format": _format_of(body.text.format if body.text else None)},
         "tool_choice": _choice_of(body.tool_choice),
         "tools": [_tool_of(tool) for tool in body.tools or () if tool.type == FUNCTION],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -96,7 +100,7 @@ def item_of(part: Part, response_id: str, status: ItemStatus, *, summarize: bool
         call = {"call_id": part.call_id, "name": part.name, "arguments": arguments}
         return {"type": "function_call", **head, **call}
     if part.kind == "text":
-        content = [] if begun else [text_part(part.text)]
+        content = [] if begun else [text_part(part.text, part.logprobs)]
         return {"type": "message", **head, "role": "assistant", "content": content}
     return {
         "type": "reasoning",
@@ -106,8 +110,8 @@ def item_of(part: Part, response_id: str, status: ItemStatus, *, summarize: bool
     }
 
 
-def text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs(logprobs)}
 
 
 def reasoning_part(text: str) -> dict[str, Any]:

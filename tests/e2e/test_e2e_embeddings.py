@@ -52,6 +52,8 @@ def test_what_is_too_long_is_400_with_both_numbers(server: ServeProcess) -> None
     error = reply.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     assert error["n_ctx"] == N_CTX_TRAIN < error["n_prompt_tokens"]
+    assert f"maximum context length is {N_CTX_TRAIN} tokens" in error["message"]
+    assert "where the model was trained for that" in error["message"]
 
 
 def test_such_a_model_does_not_answer_and_says_so(server: ServeProcess) -> None:

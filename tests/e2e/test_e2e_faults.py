@@ -164,6 +164,9 @@ def test_prompt_text_stays_out_of_the_log(serve: Callable[..., ServeProcess]) ->
     server.chat("xyzzy-secret-word", max_tokens=2)
     server.chat("xyzzy-secret-word " * 3000)
     assert server.chat("hello", grammar='root ::= "xyzzy-secret-word" (').status_code == 400
+    undefined = server.chat("hello", grammar="root ::= xyzzy-secret-word")
+    assert undefined.status_code == 400
+    assert "xyzzy-secret-word" in undefined.json()["error"]["message"]
     server.kill_engine()
     server.wait_ready()
     log = server.log.read_text()

@@ -54,6 +54,24 @@ def test_response_is_the_same_whole_and_streamed(server: ServeProcess) -> None:
     assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"] > 0
 
 
+@pytest.mark.parametrize("tools", [None, [FUNCTION]])
+def test_log_probabilities_are_those_of_the_text(server: ServeProcess, tools: Any) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 3, "tools": tools, "top_p": 0}
+    whole = respond(server, max_output_tokens=20, **asked).json()
+    events = events_of(respond(server, max_output_tokens=20, stream=True, **asked))
+    streamed = events[-1]["response"]
+    for response in (whole, streamed):
+        (part,) = response["output"][0]["content"]
+        text = part["text"].encode()
+        said = b"".join(bytes(each["bytes"]) for each in part["logprobs"])
+        assert said.startswith(text)
+        assert len(said) - len(text) < 4  # the last character may be cut
+        assert all(len(each["top_logprobs"]) == 3 for each in part["logprobs"])
+    deltas = [each["logprobs"] for each in events if each["type"] == "response.output_text.delta"]
+    assert len(deltas) > 1
+    assert [each for delta in deltas for each in delta] == streamed["output"][0]["content"][0]["logprobs"]
+
+
 def test_message_is_the_same_whole_and_streamed(server: ServeProcess) -> None:
     whole = send(server, max_tokens=12).json()
     events = events_of(send(server, max_tokens=12, stream=True))

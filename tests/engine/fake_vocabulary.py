@@ -31,13 +31,11 @@ class FakeVocabulary:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         self.tokenized.append(text)
+        text = text.replace("<control>", chr(CONTROL)) if parse_special else text
         return [0] * add_special + [ord(letter) for letter in text]
 
     def tokenize_prompt(self, text: str) -> list[int]:
         return self.tokenize(text, add_special=False, parse_special=True)
-
-    def control_token(self, text: str) -> int | None:
-        return CONTROL if text == "<control>" else None
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         if token == CONTROL:

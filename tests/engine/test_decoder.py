@@ -231,6 +231,16 @@ def test_schema_without_a_further_token_is_the_schemas_error(model: FakeModel) -
     assert (caught.value.code, caught.value.param) == ("invalid_schema", "response_format")
 
 
+def test_grammar_that_becomes_too_ambiguous_says_only_that(model: FakeModel) -> None:
+    sampler = FakeSampler("a")
+    decoder = create(model, sampler, sampling=Sampling(grammar='root ::= "a"'))
+    sampler.failure = NativeError(Status.GRAMMAR, "the grammar is too ambiguous: do this")
+    with pytest.raises(RequestError) as caught:
+        decoder.next_tokens(4)
+    assert (caught.value.code, caught.value.param) == ("invalid_grammar", "grammar")
+    assert caught.value.message == "the grammar is too ambiguous: do this"
+
+
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────
 
 

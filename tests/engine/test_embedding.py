@@ -102,6 +102,8 @@ def test_inputs_that_cannot_be_embedded_are_refused(model: Model) -> None:
     error = refusal(lambda: model.embed([], [[40] * (N_CTX_TRAIN + 1)]))
     assert (error.code, error.param) == ("context_length_exceeded", "input")
     assert (error.n_prompt_tokens, error.n_ctx) == (N_CTX_TRAIN + 1, N_CTX_TRAIN)
+    assert error.message.startswith(f"This model's maximum context length is {N_CTX_TRAIN} tokens, but")
+    assert "--batch-size" in error.message
     assert refusal(lambda: model.embed(["x" * 10_000_000], [])).code == "context_length_exceeded"
     for tokens in ([], [-1], [1 << 30]):
         assert refusal(lambda tokens=tokens: model.embed([], [tokens])).code == "invalid_value"  # type: ignore[misc]

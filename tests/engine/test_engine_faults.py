@@ -112,11 +112,18 @@ def test_one_expert_of_no_numbers_fails_requests_and_not_the_engine(
     """The first decode is spared: it does not use it."""
     engine = spawn()
     ready = engine.load(
-        poisoned("blk.2.ffn_up_exps.weight", 256 * 256), n_ctx=512, memory_budget_bytes=BUDGET_BYTES
+        poisoned("blk.2.ffn_up_exps.weight", 256 * 256),
+        n_ctx=512,
+        memory_budget_bytes=BUDGET_BYTES,
+        speculation=wire.Speculation(),
     )
     assert isinstance(ready, wire.Ready), ready
     chat = Chat(engine)
-    for _ in range(2):
-        failed = chat.fail(RIVER)
+    for method in ("off", "s2moe"):
+        failed = chat.fail(RIVER, speculation=wire.Speculation(method=method))
         assert failed.code == "numeric_error"
+        # what was done until then is accounted for
+        assert failed.timings.prefill_seconds > 0
+        report = failed.timings.speculation
+        assert (None if report is None else report.method) == (None if method == "off" else method)
         chat.wait_idle()

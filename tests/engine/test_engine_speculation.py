@@ -12,6 +12,7 @@ from engine_rig import Chat, EngineProcess
 from s2moe.engine import messages as wire
 from s2moe.engine.memory import MIB
 
+from paying_drafts import with_paying_drafts
 from undraftable_models import write_dense_model
 
 STORY = ("user", "Tell me a long story about a river and the people who live beside it.")
@@ -90,6 +91,34 @@ def test_greedy_text_is_that_of_speculation_off(chat: Chat, speculation: wire.Sp
     assert n_tokens == n_steps + n_accepted
     if speculation is FORCED:
         assert n_accepted > 0
+
+
+def test_trees_that_branch_as_it_pays_give_the_same_text(
+    spawn: Spawn, tiny_model_path: Path, cache_directory: Path
+) -> None:
+    """The adaptive drafts of a server that learnt in an earlier run that they pay."""
+    # one thread: two are slow where other processes want the processors
+    chat, _ = load(spawn, tiny_model_path, keep_expert_counts=True, n_threads=1)
+    chat.ask(STORY, max_tokens=2, speculation=EXACT)
+    chat.engine.send(wire.Shutdown())
+    assert chat.engine.process.wait(20) == 0
+    (kept,) = cache_directory.iterdir()
+    content = json.loads(kept.read_text())
+    content["state"] = json.loads(with_paying_drafts(json.dumps(content["state"]).encode()))
+    kept.write_text(json.dumps(content))
+    chat, _ = load(spawn, tiny_model_path, keep_expert_counts=True, n_threads=1)
+    for prompt in (STORY, PROMPTS[3]):
+        (expected, _), (text, finished) = ask_both(chat, prompt, EXACT, max_tokens=24)
+        assert text == expected
+        report = report_of(finished)
+        assert report.is_paced
+        assert report.controller_state == "drafting"
+        assert report.n_iterations > report.n_steps / 2
+        assert report.admitted_by_depth[0] > report.n_iterations, "no root had two children"
+        assert report.n_accepted > 0
+        assert report.draft_length > 1
+        judged = [sum(n for n, _, _ in tenths) for tenths in report.judged_drafts]
+        assert judged == [n for n, _ in report.confidence_by_depth]
 
 
 @pytest.mark.parametrize(

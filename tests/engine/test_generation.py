@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,16 +42,54 @@ def arguments_of(steps: list[Step], index: int) -> str:
 
 
 def test_each_call_gets_an_id_once(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, finished = Answerer(model, monkeypatch, "well[add|{1}][sub#given|{2}].").answer()
+    steps, finished = Answerer(model, monkeypatch, "well[add|{1}][sub|{2}].").answer()
     heads = [delta for step in steps for delta in step.tool_calls if delta.name or delta.id]
     assert [(delta.index, delta.name, delta.arguments) for delta in heads] == [(0, "add", ""), (1, "sub", "")]
-    assert re.fullmatch("call_[A-Za-z0-9]{24}", heads[0].id)
-    assert heads[1].id == "given"
+    assert all(re.fullmatch("call_[A-Za-z0-9]{24}", delta.id) for delta in heads)
+    assert heads[0].id != heads[1].id
     assert [arguments_of(steps, index) for index in (0, 1)] == ["{1}", "{2}"]
     assert "".join(step.content for step in steps) == "well"
     assert finished.reason == "tool_calls"
     other, _ = Answerer(model, monkeypatch, "[add|{1}].").answer()
     assert other[0].tool_calls[0].id != heads[0].id
+
+
+def call_ids(
+    model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    *written: str,
+    calls: Sequence[str] = (),
+    **options: Any,
+) -> list[str]:
+    """Of an answer whose calls the model gave the ids `written`, after messages with `calls`."""
+    history = {"role": "assistant", "content": "ask", "tool_calls": [{"id": call_id} for call_id in calls]}
+    text = "".join(f"[f#{call_id}|{{}}]" for call_id in written)
+    answerer = Answerer(model, monkeypatch, f"{text}{chr(END)}")
+    steps, _ = answerer.answer(messages_json=json.dumps([history]).encode(), **options)
+    return [delta.id for step in steps for delta in step.tool_calls if delta.id]
+
+
+def test_id_that_the_model_wrote_is_kept_once(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call_ids(model, monkeypatch, "f:0", "f:1", calls=["f:2"]) == ["f:0", "f:1"]
+    first, second = call_ids(model, monkeypatch, "f:0", "f:0")
+    assert first == "f:0"
+    assert re.fullmatch("call_[A-Za-z0-9]{24}", second)
+    (again,) = call_ids(model, monkeypatch, "f:0", calls=["f:0", "f:1"])
+    assert re.fullmatch("call_[A-Za-z0-9]{24}", again)
+
+
+@pytest.mark.parametrize("written", ["two words", "x" * 129, "<id>"])
+def test_text_that_is_no_id_is_not_kept(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    model.n_ctx = 1024
+    (call_id,) = call_ids(model, monkeypatch, written)
+    assert re.fullmatch("call_[A-Za-z0-9]{24}", call_id)
+
+
+def test_later_choices_have_ids_of_their_own(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    (call_id,) = call_ids(model, monkeypatch, "f:0", own_call_ids=True)
+    assert re.fullmatch("call_[A-Za-z0-9]{24}", call_id)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +99,25 @@ def test_each_call_gets_an_id_once(model: FakeModel, monkeypatch: pytest.MonkeyP
         ("no call.", {}, "stop"),
         ("[f|{}]more", {"max_tokens": 10}, "length"),
         ("[f|{", {"max_tokens": 4}, "length"),
-        ("[f|{}] halt.", {"stop": ["halt"]}, "stop"),
+        ("[f|{}] halt.", {"stop": ["halt"]}, "tool_calls"),
+        ("[f|{}][g|{halt.", {"stop": ["halt"]}, "stop"),
+        ("[f|{}][g|halt.", {"stop": ["halt"]}, "stop"),
+        ("none halt.", {"stop": ["halt"]}, "stop"),
         ("[f|{}]~~", {}, "tool_calls"),
         ("thus~~", {}, "stop"),
     ],
-    ids=["call", "none", "length", "cut", "own stop", "turn's stop", "turn's stop alone"],
+    ids=[
+        *(
+            "call",
+            "none",
+            "length",
+            "cut",
+            "stop behind a call",
+            "stop within a call",
+            "stop before arguments",
+        ),
+        *("stop without a call", "turn's stop", "turn's stop alone"),
+    ],
 )
 def test_reason_is_tool_calls_when_the_model_ends_its_turn(
     model: FakeModel, monkeypatch: pytest.MonkeyPatch, text: str, options: dict[str, Any], reason: str
@@ -331,7 +384,12 @@ def test_grammar_that_the_sampler_refuses_is_the_error_of_its_field(
 
 def test_control_tokens_are_text_only_if_wanted(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [ord("a"), CONTROL, ord("b"), END]
-    for preserved, text in (([], "ab"), (["<control>"], "a<control>b")):
+    for preserved, text in (
+        ([], "ab"),
+        (["<control>"], "a<control>b"),
+        (["call<control>:"], "a<control>b"),
+        (["control"], "ab"),
+    ):
         model.chat_template.chat["preserved_tokens"] = preserved
         steps, finished = Answerer(model, monkeypatch, tokens).answer()
         assert "".join(step.content for step in steps) == text

@@ -37,7 +37,8 @@ REPORT: dict[str, Any] = {
     "n_token_layers": 1200,
     "confidence": [[1, 0]] * 9 + [[20, 19]],
     "confidence_by_depth": [[12, 10]] * 7,
-    "controller": {"state": "paused", "n_pauses": 2, "n_probes": 1, "draft_length": 2.5},
+    "judged_drafts": [[[0, 0, 0.0]] * 9 + [[12, 10, 11.25]]] * 7,
+    "controller": {"is_paced": True, "state": "paused", "n_pauses": 2, "n_probes": 1, "draft_length": 2.5},
     "costs": {
         "verify": {"r2": 0.97, "mape": 0.03, "n": 12, "intercept_seconds": 0.01, "row_seconds": 0.002},
         "draft": {"r2": 0.9, "mape": 0.1, "n": 60},
@@ -196,15 +197,27 @@ def test_report_reaches_the_wire_whole() -> None:
     report = report_to_wire(REPORT)
     assert report is not None
     for name, value in REPORT.items():
-        if name not in ("disabled_detail", "confidence", "confidence_by_depth", "controller", "costs"):
+        if name not in (
+            *("disabled_detail", "confidence", "confidence_by_depth"),
+            *("judged_drafts", "controller", "costs"),
+        ):
             assert getattr(report, name) == value, name
     assert report.confidence[-1] == (20, 19)
     assert len(report.confidence_by_depth) == 7
+    assert report.judged_drafts == [[(0, 0, 0.0)] * 9 + [(12, 10, 11.25)]] * 7
+    assert report.is_paced
     assert (report.controller_state, report.n_pauses, report.n_probes) == ("paused", 2, 1)
     assert report.draft_length == 2.5
     assert report.verify_fit == CostFit(r2=0.97, mape=0.03, n=12)
     assert report.draft_fit == CostFit(r2=0.9, mape=0.1, n=60)
     assert report.single_seconds == 0.0125
+
+
+def test_pauses_and_probes_are_those_of_the_request() -> None:
+    before = {**REPORT, "controller": {"n_pauses": 1, "n_probes": 1}}
+    report = report_to_wire(REPORT, before)
+    assert report is not None
+    assert (report.n_pauses, report.n_probes) == (1, 0)
 
 
 def test_report_may_say_more_or_less() -> None:

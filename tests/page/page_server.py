@@ -36,9 +36,9 @@ class PageServer:
 
         asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout=5)
 
-    def n_requests(self, route: str, code: str = "200") -> int:
+    def n_requests(self, route: str, code: str = "200", method: str = "GET") -> int:
         """HTTP requests of a route so far."""
-        return int(self.rig.metrics.http_requests.labels(route, "GET", code)._value.get())
+        return int(self.rig.metrics.http_requests.labels(route, method, code)._value.get())
 
     def stop(self) -> None:
         if self._thread.is_alive():

@@ -234,7 +234,7 @@ def test_settings_reach_the_request(open_page: OpenPage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", "5"), ("top_p", "0"), ("max_nodes", "8"), ("seed", "1.5")]
+    ("field", "value"), [("temperature", "5"), ("top_p", "1.5"), ("max_nodes", "8"), ("seed", "1.5")]
 )
 def test_wrong_setting_is_named_and_not_sent(open_page: OpenPage, field: str, value: str) -> None:
     engine = FakeEngine()
@@ -270,8 +270,10 @@ def test_key_is_asked_for_used_and_kept_in_the_tab_only(open_page: OpenPage) -> 
     assert stores[2] == ""
 
 
-def test_reasoning_is_apart_and_collapsed(open_page: OpenPage) -> None:
-    page = open_page(FakeEngine(saying("Forty-two.", reasoning=["Six times ", "seven."])))
+@pytest.mark.parametrize("names", ["both", "reasoning_content", "reasoning"])
+def test_reasoning_is_apart_and_collapsed(open_page: OpenPage, names: str) -> None:
+    engine = FakeEngine(saying("Forty-two.", reasoning=["Six times ", "seven."]))
+    page = open_page(engine, reasoning_fields=names)
     page.ask_and_wait("what is it?")
     assert page.answer() == "Forty-two."
     assert page.text(".reasoning-text") == "Six times seven."

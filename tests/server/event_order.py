@@ -47,6 +47,8 @@ class Cursor:
 
     def __init__(self, events: list[Event]) -> None:
         self._events = list(reversed(events))
+        self.logprobs: list[Any] = []
+        """Of the deltas that were taken last, where they have any."""
 
     @property
     def next_type(self) -> str:
@@ -61,10 +63,12 @@ class Cursor:
 
     def deltas(self, kind: str, **fields: Any) -> str:
         text = ""
+        self.logprobs = []
         while self.next_type == kind:
-            delta = self.take(kind, **fields)["delta"]
-            assert isinstance(delta, str)
-            text += delta
+            event = self.take(kind, **fields)
+            assert isinstance(event["delta"], str)
+            text += event["delta"]
+            self.logprobs += event.get("logprobs", [])
         return text
 
 
@@ -119,9 +123,13 @@ def _take_item(cursor: Cursor, index: int) -> Event | None:
         text = cursor.deltas(f"response.{kind}.delta", **at)
         if cursor.next_type == "error":
             return None
-        cursor.take(f"response.{kind}.done", **at, text=text)
-        cursor.take("response.content_part.done", **at, part={**part, "text": text})
-        expected = {**begun, "content": [{**part, "text": text}]}
+        ended: Event = {"text": text}
+        if kind == "output_text":
+            ended["logprobs"] = cursor.logprobs
+        cursor.take(f"response.{kind}.done", **at, **ended)
+        whole = {**part, **ended}
+        cursor.take("response.content_part.done", **at, part=whole)
+        expected = {**begun, "content": [whole]}
     if cursor.next_type == "response.reasoning_summary_part.added":
         at = {**place, "summary_index": 0}
         part = {"type": "summary_text", "text": ""}

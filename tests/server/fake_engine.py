@@ -12,6 +12,7 @@ from s2moe.engine.messages import (
     ApplyTemplate,
     Detokenize,
     Detokenized,
+    Failed,
     Finished,
     Generate,
     GenerationEvent,
@@ -186,7 +187,7 @@ class FakeEngine:
                     raise action
                 else:
                     sink(action)
-                    if isinstance(action, Finished):
+                    if isinstance(action, Finished | Failed):
                         self._observe(action)
                     # The socket would give the event loop a turn, too.
                     await asyncio.sleep(0)
@@ -211,7 +212,7 @@ class FakeEngine:
             raise QueryError(reply)
         return reply
 
-    def _observe(self, event: Finished) -> None:
+    def _observe(self, event: Finished | Failed) -> None:
         if self.observer is not None:
             self.observer.on_finished(event)
 

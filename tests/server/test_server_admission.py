@@ -11,6 +11,7 @@ from fake_engine import (
     FakeEngine,
     Generate,
     endless,
+    endless_prefill,
     finished,
     hello,
     last_text,
@@ -21,7 +22,9 @@ from fake_engine import (
 from server_rig import StartServer, chat
 from test_server_errors import assert_error
 
+from s2moe.server import admission
 from s2moe.server.engine_client import EngineState
+from s2moe.server.service_time import ServiceTime
 
 
 def first_one_endless(request: Generate) -> list[Action]:
@@ -72,13 +75,94 @@ async def test_queue_size_zero_lets_only_the_running_request_in(start_server: St
     assert (await rig.post(chat())).status_code == 200
 
 
-async def test_retry_after_follows_the_measured_service_time(start_server: StartServer) -> None:
-    rig = await start_server(FakeEngine(hello))
-    before = rig.admission.retry_after_seconds()
-    await rig.post(chat())
+async def test_client_that_leaves_makes_room_at_once_without_a_queue(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(first_one_endless, abort_seconds=0.5), queue_size=0)
+    first = await rig.connect(chat("first", stream=True))
+    await rig.engine.until_running("first")
+    first.leave()
+    await rig.engine.until_aborted("first")
+    assert rig.engine.running == "first"
+    assert (await rig.post(chat())).status_code == 200
+    assert rig.engine.overlaps == 0
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_seconds
+
+
+async def test_retry_after_is_what_is_left_of_the_measured_service_time(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(admission, "time", clock)
+
+    def takes(request: Generate) -> list[Action]:
+        """As many seconds as its text says."""
+        if last_text(request) == "first":
+            return list(endless(request))
+        clock.now_seconds += float(last_text(request))
+        return list(hello(request))
+
+    async def retry_after() -> str:
+        reply = await rig.post(chat("0"))
+        text = assert_error(reply, 429, "rate_limit_error", "queue_full")
+        assert f"about {reply.headers['retry-after']} s" in text
+        return reply.headers["retry-after"]
+
+    rig = await start_server(FakeEngine(takes), queue_size=0)
+    assert (await rig.post(chat("3"))).status_code == 200
     await rig.until_idle()
-    assert before > 1
+    first = await rig.connect(chat("first", stream=True))
+    await rig.engine.until_running("first")
+    assert await retry_after() == "3"
+    clock.now_seconds += 1
+    assert await retry_after() == "2"
+    clock.now_seconds += 10
+    assert await retry_after() == "1"
+    first.leave()
+    await rig.until_idle()
+    assert (await rig.post(chat("1000"))).status_code == 200
+    await rig.until_idle()
+    await rig.connect(chat("first", stream=True))
+    await rig.engine.until_running("first")
+    assert await retry_after() == "120"
+
+
+@pytest.mark.parametrize("end", ["client leaves", "timeout", "failure"])
+async def test_service_time_is_measured_however_a_request_ends(start_server: StartServer, end: str) -> None:
+    script = {"client leaves": endless, "timeout": endless_prefill, "failure": lambda _: [ValueError("bug")]}
+    rig = await start_server(FakeEngine(script[end]), request_timeout=0.2)
+    guess = rig.admission.retry_after_seconds()
+    if end == "client leaves":
+        first = await rig.connect(chat("first", stream=True))
+        await rig.engine.until_running("first")
+        first.leave()
+    else:
+        assert (await rig.post(chat("first"))).status_code == {"timeout": 504, "failure": 500}[end]
+    await rig.until_idle()
+    assert guess > 1
     assert rig.admission.retry_after_seconds() == 1
+
+
+def test_service_time_follows_the_latest_and_is_within_limits() -> None:
+    service = ServiceTime(5)
+    assert service.retry_after_seconds() == 5
+    service.measure(3)
+    assert service.retry_after_seconds() == 3
+    assert [service.retry_after_seconds(elapsed) for elapsed in (0.5, 1, 2.9, 60)] == [3, 2, 1, 1]
+    service.measure(13)
+    assert 3 < service.retry_after_seconds() < 8
+    for _ in range(30):
+        service.measure(13)
+    assert service.retry_after_seconds() == 13
+    service.measure(1e6)
+    assert service.retry_after_seconds() == 120
 
 
 async def test_loading_is_503_and_not_queued(start_server: StartServer) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from fake_engine import MODEL, FakeEngine, until
 from server_rig import CHAT, ServerRig, StartServer, chat
+from test_server_embeddings import EMBEDDER, embed
 
 from s2moe.server.body_gate import LEAST_LIMIT_BYTES, OTHER_FIELDS_BYTES, BodyGate, BodyLimit
 from s2moe.server.middleware import BodyReading
@@ -31,6 +32,8 @@ def test_limit_follows_from_the_context(n_ctx: int, piece: int, max_bytes: int, 
     model = msgspec.structs.replace(MODEL, n_ctx=n_ctx, longest_piece_bytes=piece)
     assert BodyLimit(max_bytes).of_model(model) == limit
     assert BodyLimit(max_bytes).of_model(None) == max_bytes
+    embedder = msgspec.structs.replace(model, gives_embeddings=True)
+    assert BodyLimit(max_bytes).of_model(embedder) == max_bytes
 
 
 def small_context() -> FakeEngine:
@@ -65,6 +68,17 @@ async def test_messages_that_cannot_fit_the_context_do_not_reach_the_queue(
     assert (await rig.post(chat("\N{EURO SIGN}" * 2730))).status_code == 200
 
 
+async def test_many_texts_of_an_embedding_model_are_not_one_prompt(start_server: StartServer) -> None:
+    model = msgspec.structs.replace(EMBEDDER, n_ctx=512, longest_piece_bytes=16)
+    rig = await start_server(FakeEngine(model=model, answer=embed))
+    reply = await rig.http.post("/v1/embeddings", json={"input": ["x" * 1000] * 1000})
+    assert reply.status_code == 200
+    assert len(reply.json()["data"]) == 1000
+    reply = await rig.http.post("/v1/embeddings", json={"input": ["x" * 1000] * 9000})
+    assert reply.status_code == 413
+    assert "--max-body-size" in reply.json()["error"]["message"]
+
+
 async def test_refusal_without_a_length(start_server: StartServer) -> None:
     rig = await start_server(small_context())
 
@@ -81,23 +95,34 @@ class Sender:
 
     rig: ServerRig
     text: str
+    chunked: bool = False
     body: bytes = b""
     n_sent: int = field(default=0, init=False)
 
     async def open(self) -> None:
         self.body = json.dumps(chat(self.text)).encode()
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.rig.port)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self.body)}\r\n\r\n"
-        self.writer.write(head.encode())
+        length = "Transfer-Encoding: chunked" if self.chunked else f"Content-Length: {len(self.body)}"
+        self.writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
 
     async def send(self, n_bytes: int) -> None:
-        self.writer.write(self.body[self.n_sent : self.n_sent + n_bytes])
+        piece = self.body[self.n_sent : self.n_sent + n_bytes]
         self.n_sent += n_bytes
+        is_last = self.n_sent >= len(self.body)
+        if self.chunked:
+            piece = b"%x\r\n%b\r\n" % (len(piece), piece) + b"0\r\n\r\n" * is_last
+        self.writer.write(piece)
         await self.writer.drain()
 
     async def status(self) -> int:
         async with asyncio.timeout(5):
             return int((await self.reader.readline()).split()[1])
+
+
+async def drip(sender: Sender) -> None:
+    while True:
+        await asyncio.sleep(0.05)
+        await sender.send(1)
 
 
 async def test_large_body_waits_for_another_but_small_ones_do_not(start_server: StartServer) -> None:
@@ -116,6 +141,60 @@ async def test_large_body_waits_for_another_but_small_ones_do_not(start_server: 
     assert await second.status() == 200
     await sending
     assert len(rig.engine.requests) == 3
+
+
+async def test_body_of_unknown_length_does_not_keep_others_from_theirs(start_server: StartServer) -> None:
+    rig = await start_server(max_body_size=MIB)
+    slow = Sender(rig, "x" * 200_000, chunked=True)
+    await slow.open()
+    await slow.send(150_000)
+    await asyncio.sleep(0.05)
+    for chunked in (False, True):
+        quick = Sender(rig, "y" * 700_000, chunked=chunked)
+        await quick.open()
+        sending = asyncio.create_task(quick.send(len(quick.body)))
+        assert await quick.status() == 200
+        await sending
+    await slow.send(100_000)
+    assert await slow.status() == 200
+
+
+async def test_long_bodies_of_unknown_length_take_turns(start_server: StartServer) -> None:
+    rig = await start_server(max_body_size=MIB)
+    senders = [Sender(rig, str(n) * 700_000, chunked=True) for n in range(6)]
+
+    async def send(sender: Sender) -> int:
+        await sender.open()
+        for _ in range(8):
+            await sender.send(100_000)
+        return await sender.status()
+
+    assert await asyncio.gather(*(send(sender) for sender in senders)) == [200] * 6
+    assert (await rig.post(chat("y" * 700_000))).status_code == 200
+
+
+async def test_body_whose_turn_does_not_come_is_429(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BodyReading, "turn_patience_seconds", 0.3)
+    rig = await start_server(max_body_size=MIB)
+    first, second = Sender(rig, "x" * 700_000), Sender(rig, "y" * 700_000)
+    await first.open()
+    await first.send(200_000)
+    await asyncio.sleep(0.05)
+    await second.open()
+    await second.send(1000)
+    dripping = asyncio.create_task(drip(first))
+    async with asyncio.timeout(5):
+        reply = (await second.reader.read()).decode()
+    dripping.cancel()
+    head, _, body = reply.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 429")
+    assert int(head.lower().partition("retry-after: ")[2].split()[0]) >= 1
+    assert json.loads(body)["error"]["code"] == "queue_timeout"
+    await first.send(700_000)
+    assert await first.status() == 200
+    assert (await rig.post(chat("z" * 700_000))).status_code == 200
 
 
 async def test_client_that_leaves_makes_room(start_server: StartServer) -> None:
@@ -138,12 +217,7 @@ async def test_body_that_comes_too_slowly_is_408_and_makes_room(
     await slow.open()
     await slow.send(1000)
 
-    async def drip() -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            await slow.send(1)
-
-    dripping = asyncio.create_task(drip() if dribble else asyncio.sleep(0))
+    dripping = asyncio.create_task(drip(slow) if dribble else asyncio.sleep(0))
     waiting = asyncio.create_task(rig.post(chat("y" * 700_000)))
     assert await slow.status() == 408
     assert (await waiting).status_code == 200

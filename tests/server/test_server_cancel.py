@@ -21,6 +21,8 @@ from fake_engine import (
 )
 from server_rig import StartServer, chat
 
+from s2moe.engine.messages import Query, QueryReply
+
 LIMIT_SECONDS = 0.1
 CI_SLACK = 5
 
@@ -157,6 +159,27 @@ async def test_many_clients_that_leave_at_random_moments_leave_nothing_behind(
     assert total <= 40
     assert await rig.sample("s2moe_requests_running") == 0
     assert await rig.sample("s2moe_requests_waiting") == 0
+
+
+async def test_client_that_leaves_while_its_prompt_is_turned_into_text_is_counted(
+    start_server: StartServer,
+) -> None:
+    class Mute(FakeEngine):
+        async def ask(self, query: Query) -> QueryReply:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    asked = asyncio.Event()
+    rig = await start_server(Mute())
+    leaver = await rig.connect({"prompt": [1, 2], "echo": True}, "/v1/completions")
+    await asked.wait()
+    leaver.leave()
+    await rig.until_idle()
+    labels = {"model": "demo", "api": "completions", "stream": "false", "finish": "cancelled"}
+    assert await rig.sample("s2moe_requests_total", **labels) == 1
+    assert await rig.sample("s2moe_request_cancellations_total", phase="queued", cause="disconnect") == 1
+    assert rig.engine.requests == []
 
 
 async def test_finished_request_is_not_counted_as_cancelled(start_server: StartServer) -> None:

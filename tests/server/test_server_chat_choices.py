@@ -114,6 +114,7 @@ async def test_calls_and_reasoning_of_one_choice_do_not_leak_into_the_next(
         "reasoning": "hm",
     }
     assert (first["finish_reason"], second["finish_reason"]) == ("tool_calls", "stop")
+    assert [request.own_call_ids for request in rig.engine.requests] == [False, True]
 
 
 async def test_choices_wait_once_in_the_queue_and_count_as_one_request(start_server: StartServer) -> None:

@@ -6,8 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-from fake_engine import FakeEngine, finished, started, step
+import pytest
+from fake_engine import Action, FakeEngine, Generate, finished, started, step
 from server_rig import CHAT, ServerRig, StartServer, chat, chunks_of, events_of
+
+from s2moe.engine.messages import Step, TokenLogprob
 
 USAGE = {"include_usage": True}
 
@@ -97,6 +100,31 @@ async def test_reasoning_has_both_names_and_never_shares_a_chunk_with_content(
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("both", ["reasoning_content", "reasoning"]),
+        ("reasoning_content", ["reasoning_content"]),
+        ("reasoning", ["reasoning"]),
+    ],
+)
+async def test_reasoning_has_the_names_of_the_setting(
+    start_server: StartServer, setting: str, names: list[str]
+) -> None:
+    def thoughtful(request: Generate) -> list[Action]:
+        thought = TokenLogprob(token=1, piece=b"hm", logprob=-0.5)
+        steps = [step(request, reasoning="think"), step(request, "so", reasoning=" hard")]
+        last = Step(request_id=request.request_id, reasoning="hm", logprobs=[thought])
+        return [started(request), *steps, last, finished(request)]
+
+    rig = await start_server(FakeEngine(thoughtful), reasoning_fields=setting)
+    deltas = [c["choices"][0]["delta"] for c in chunks_of((await rig.post(chat(stream=True))).text)]
+    thoughts = [dict.fromkeys(names, text) for text in ("think", " hard", "hm")]
+    assert deltas[1:-1] == [*thoughts[:2], {"content": "so"}, thoughts[2]]
+    message = (await rig.post(chat())).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "so"} | dict.fromkeys(names, "think hardhm")
+
+
 async def test_each_chunk_has_same_identity(rig: ServerRig) -> None:
     chunks = chunks_of((await rig.post(chat(stream=True, stream_options=USAGE))).text)
     identity = [{k: c[k] for k in ("id", "object", "created", "model", "system_fingerprint")} for c in chunks]
@@ -174,7 +202,7 @@ async def test_sampling_reaches_the_engine(rig: ServerRig) -> None:
         "top_p": 0.9,
         "top_k": 40,
         "min_p": 0.05,
-        "seed": -1,
+        "seed": -2,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
         "repeat_penalty": 1.1,
@@ -188,7 +216,7 @@ async def test_sampling_reaches_the_engine(rig: ServerRig) -> None:
     assert request.max_tokens == 7
     assert request.stop == ["a", "b"]
     sampling = request.sampling
-    assert sampling.seed == 2**32 - 1
+    assert sampling.seed == 2**32 - 2
     assert sampling.logit_bias == {7: -100.0, 8: 1.5}
     for name in set(fields) - {"seed", "logit_bias"}:
         assert getattr(sampling, name) == fields[name]

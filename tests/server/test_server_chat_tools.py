@@ -212,7 +212,7 @@ async def test_refusal_in_the_history_is_text(rig: ServerRig) -> None:
         ([USER, result(), called()], "messages[1].tool_call_id", "call_1"),
         ([USER, called(), result(tool_call_id="call_7"), USER], "messages[2].tool_call_id", "call_7"),
         ([USER, called(), result(tool_call_id=None)], "messages[2]", "tool_call_id"),
-        ([USER, called(), result(content=None)], "messages[2]", "content"),
+        ([USER, called(), result(content=7)], "messages[2].content", "content"),
         ([USER, called()], "messages[1].tool_calls", "not answered"),
     ],
 )

@@ -63,11 +63,11 @@ async def test_answer_has_the_openai_shape(rig: ServerRig) -> None:
 
 
 async def test_request_reaches_the_engine_as_a_raw_prompt(rig: ServerRig) -> None:
-    await complete(rig, prompt="<|im_start|>", temperature=0, seed=-1, stop="x", ignore_eos=True, user="ann")
+    await complete(rig, prompt="<|im_start|>", temperature=0, seed=-2, stop="x", ignore_eos=True, user="ann")
     (request,) = rig.engine.requests
     assert (request.prompt, request.prompt_tokens, request.messages_json) == ("<|im_start|>", None, b"")
     assert (request.max_tokens, request.stop, request.ignore_eos) == (16, ["x"], True)
-    assert (request.sampling.temperature, request.sampling.seed) == (0.0, 2**32 - 1)
+    assert (request.sampling.temperature, request.sampling.seed) == (0.0, 2**32 - 2)
     assert request.n_top_logprobs is None
 
 

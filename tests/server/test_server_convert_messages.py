@@ -86,6 +86,11 @@ def test_turns_keep_their_texts() -> None:
     ]
 
 
+def test_null_is_no_text() -> None:
+    converted = messages_of({"role": "user", "content": None}, assistant(text("a")), HI)
+    assert [message["content"] for message in converted] == ["", "a", "hi"]
+
+
 def test_neighbours_of_one_role_are_one_message() -> None:
     converted = messages_of(HI, HI, assistant(text("a")), assistant(text("b")), HI)
     assert [message["content"] for message in converted] == ["hi\n\nhi", "a\n\nb", "hi"]

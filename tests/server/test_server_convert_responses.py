@@ -112,6 +112,15 @@ def test_neighbouring_messages_of_the_user_stay_apart_as_in_chat() -> None:
     assert len(messages_of([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])) == 2
 
 
+def test_null_is_no_text() -> None:
+    user = {"role": "user", "content": None}
+    assert messages_of([user, CALL, {**OUTPUT, "output": None}])[0]["content"] == ""
+    assert messages_of([user, CALL, {**OUTPUT, "output": None}])[2]["content"] == ""
+    for item in ({"role": "user"}, {"type": "function_call_output", "call_id": "call_1"}):
+        with pytest.raises(ValidationError, match="needs"):
+            messages_of([CALL, item])
+
+
 def test_output_of_a_function_may_have_parts() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert messages_of([CALL, {**OUTPUT, "output": parts}])[1]["content"] == "ab"

@@ -68,7 +68,8 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"messages": ["hi"]}, "messages[0]"),
         (message(content=7), "messages[0].content"),
         (message(content={"a": 1}), "messages[0].content"),
-        (message(content=None), "messages[0]"),
+        ({"messages": [{"role": "user", "text": "hi"}]}, "messages[0]"),
+        ({"messages": [{"role": "system"}]}, "messages[0]"),
         (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content"),
         (message(content=[{"type": "text"}]), "messages[0].content"),
         (message(content=["text"]), "messages[0].content"),
@@ -84,15 +85,16 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"temperature": True}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"seed": "x"}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": -1.0}, "max_tokens"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens"),
         ({"stop": 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
@@ -154,51 +156,69 @@ async def test_wrong_field_is_named(rig: ServerRig, fields: dict[str, Any], para
 
 HUGE = 10**400
 DEEP = b"[" * 700 + b"]" * 700
+HI = b'{"messages": [{"role": "user", "content": "hi"}], %s}'
+
+
+def hostile(body: bytes, param: str | None, code: str = "invalid_value") -> Any:
+    """`param`, `code`: of the error."""
+    return pytest.param(body, code, param, id=f"{param} {body[-24:].decode(errors='replace')}")
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "code", "param"),
     [
         *(
-            b'{"messages": [{"role": "user", "content": "hi"}], "%s": %d}' % (name, sign * HUGE)
-            for name in (b"temperature", b"top_k", b"n", b"top_logprobs", b"max_tokens", b"repeat_penalty")
+            hostile(HI % (b'"%s": %d' % (name.encode(), sign * HUGE)), name)
+            for name in ("temperature", "top_k", "n", "top_logprobs", "max_tokens", "repeat_penalty")
             for sign in (1, -1)
+            if (name, sign) != ("max_tokens", 1)
         ),
         *(
-            b'{"messages": [{"role": "user", "content": "hi"}], "%s": %s}' % (name, DEEP)
-            for name in (
-                b"tools",
-                b"chat_template_kwargs",
-                b"response_format",
-                b"logit_bias",
-                b"s2moe",
-                b"stop",
-            )
+            hostile(HI % (b'"%s": %s' % (name.encode(), DEEP)), name)
+            for name in ("chat_template_kwargs", "response_format", "logit_bias", "s2moe", "stop")
         ),
-        b'{"messages": [{"role": "user", "content": %s}]}' % DEEP,
-        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]}' % DEEP,
-        b'{"messages": [{"role": %s, "content": "hi"}]}' % DEEP,
-        b'{"messages": %s}' % DEEP,
-        b'{"messages": [%s]}' % b",".join([b'{"role": "user", "content": ""}'] * 2049),
-        b'{"messages": [%s]}' % b",".join([b"0"] * 100_000),
-        b'{"messages": [{"role": "user", "content": "hi"}], "tools": [%s]}' % b",".join([b"{}"] * 100_000),
-        b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {%s}}'
-        % b",".join(b'"x%d": 1' % i for i in range(50_000)),
-        b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
-        b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
-        b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": %d}}' % 10**4000,
+        hostile(HI % (b'"tools": %s' % DEEP), "tools[0]"),
+        hostile(b'{"messages": [{"role": "user", "content": %s}]}' % DEEP, "messages[0].content"),
+        hostile(
+            b'{"messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]}' % DEEP,
+            "messages[0].content",
+        ),
+        hostile(b'{"messages": [{"role": %s, "content": "hi"}]}' % DEEP, "messages[0].role"),
+        hostile(b'{"messages": %s}' % DEEP, "messages[0]"),
+        hostile(b'{"messages": [%s]}' % b",".join([b'{"role": "user", "content": ""}'] * 2049), "messages"),
+        hostile(b'{"messages": [%s]}' % b",".join([b"0"] * 100_000), "messages[0]"),
+        hostile(
+            HI % (b'"tools": [%s]' % b",".join([b"{}"] * 100_000)),
+            "tools[0].type",
+            "missing_required_parameter",
+        ),
+        hostile(
+            HI % (b'"logit_bias": {%s}' % b",".join(b'"x%d": 1' % i for i in range(50_000))), "logit_bias"
+        ),
+        hostile(HI % (b'"chat_template_kwargs": {"a": 1%s}' % (b"0" * 5000)), None, "invalid_json"),
+        hostile(b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}', None, "invalid_json"),
+        hostile(b'{"messages": [{"role": "user", "content": "\\udc00"}]}', None, "invalid_json"),
     ],
-    ids=lambda body: body[-40:].decode(errors="replace"),
 )
-async def test_hostile_body_is_a_4xx_and_soon(rig: ServerRig, body: bytes) -> None:
+async def test_hostile_body_is_a_400_that_names_the_field_and_soon(
+    rig: ServerRig, body: bytes, code: str, param: str | None
+) -> None:
     async with asyncio.timeout(5):
         reply = await rig.post(content=body)
-    if reply.status_code != 200:
-        assert_error(
-            reply, 400, "invalid_request_error", reply.json()["error"]["code"], reply.json()["error"]["param"]
-        )
+    assert_invalid(reply, code, param)
     assert len(reply.content) < 2000
+    assert rig.engine.requests == []
     assert (await rig.post(chat())).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [b'"max_tokens": %d' % HUGE, b'"chat_template_kwargs": {"a": %d}' % 10**4000],
+    ids=["limit", "variable"],
+)
+async def test_numbers_without_a_bound_are_accepted(rig: ServerRig, field: bytes) -> None:
+    async with asyncio.timeout(5):
+        assert (await rig.post(content=HI % field)).status_code == 200
 
 
 async def test_missing_messages_are_named(rig: ServerRig) -> None:

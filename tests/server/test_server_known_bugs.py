@@ -7,7 +7,9 @@ oobabooga/textgen (T), lmstudio-ai/lmstudio-bug-tracker (M).
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,11 @@ KNOWN_BUGS: tuple[tuple[str, str, str], ...] = (
         "L#19703: reasoning, calls and content in one message",
         HERE,
         "test_message_with_reasoning_calls_and_content_reaches_the_engine",
+    ),
+    (
+        "L#19703: the same, in the template",
+        "native/test_chat_families.py",
+        "test_reasoning_content_and_calls_of_one_message_are_rendered",
     ),
     ("tabbyAPI#117, ragflow#15358: content parts are a 422 or 500", HERE, "test_text_parts_are_joined"),
     (
@@ -191,7 +198,22 @@ KNOWN_BUGS: tuple[tuple[str, str, str], ...] = (
     ),
     # speculation
     (
+        "L#12968: the server accepts fewer drafts than it might",
+        "native/test_speculation_exactness.py",
+        "test_greedy_answers_of_the_demo_model",
+    ),
+    (
         "lmstudio-ai/lms#610: a draft that fails is a 500",
+        "native/test_speculation_fallbacks.py",
+        "test_drafts_end_when_their_own_context_is_full",
+    ),
+    (
+        "lmstudio-ai/lms#610: the same, in the engine",
+        "engine/test_decoder.py",
+        "test_failure_inside_drafting_is_said_in_the_log",
+    ),
+    (
+        "lmstudio-ai/lms#610: the same, at a grammar",
         "engine/test_decoder.py",
         "test_step_that_fails_at_a_grammar_is_one_plain_token",
     ),
@@ -213,7 +235,26 @@ have: sleeping, resumable streams, CUDA."""
 
 @pytest.mark.parametrize(("bug", "file", "test"), KNOWN_BUGS, ids=lambda value: value.split(":")[0])
 def test_each_bug_has_its_test(bug: str, file: str, test: str) -> None:
-    assert f"def {test}(" in (TESTS / file).read_text(), f"{bug} is not tested any more"
+    """One that pytest collects, that is not skipped, and that checks something."""
+    tree = ast.parse((TESTS / file).read_text())
+    found = [
+        each
+        for each in tree.body
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == test
+    ]
+    assert len(found) == 1, f"{bug} is not tested any more"
+    marks = " ".join(ast.unparse(each) for each in found[0].decorator_list)
+    assert not re.search(r"\b(skip|skipif|xfail)\b", marks), f"the test of {bug} is not run"
+    checks = [
+        isinstance(each, ast.Assert)
+        or (
+            isinstance(each, ast.Call)
+            and re.match(r"(pytest\.raises|(\w+\.)?(assert|check)_)", ast.unparse(each))
+        )
+        for statement in found[0].body
+        for each in ast.walk(statement)
+    ]
+    assert any(checks), f"the test of {bug} checks nothing"
 
 
 def user(text: str = "hi") -> dict[str, Any]:
@@ -276,6 +317,16 @@ async def test_message_with_null_content_keeps_its_calls(rig: ServerRig) -> None
     assert (await rig.post({"messages": history, "tools": LOOK})).status_code == 200
     assert [message["role"] for message in sent(rig)] == ["user", "assistant", "tool"]
     assert sent(rig)[1]["tool_calls"][0]["function"]["name"] == "look"
+
+
+async def test_null_content_is_no_text_in_every_role(rig: ServerRig) -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": [call_of()]}
+    history = [{"role": "system", "content": None}, user(), said, RESULT | {"content": None}]
+    assert (await rig.post({"messages": [*history, user() | {"content": None}]})).status_code == 200
+    assert [message["content"] for message in sent(rig)] == ["", "hi", None, "", ""]
+    del history[3]["content"]
+    assert (await rig.post({"messages": history})).status_code == 200
+    assert sent(rig)[3]["content"] == ""
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

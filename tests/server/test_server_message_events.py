@@ -99,6 +99,10 @@ def test_failure_before_the_prompt_is_known_is_the_only_event() -> None:
             msgspec.structs.replace(finished(REQUEST, "stop"), stop_string="END"),
             ("stop_sequence", "END"),
         ),
+        (
+            msgspec.structs.replace(finished(REQUEST, "tool_calls"), stop_string="END"),
+            ("tool_use", None),
+        ),
     ],
 )
 def test_stop_reason(end: Finished, stop: tuple[str, str | None]) -> None:

@@ -104,7 +104,21 @@ async def test_cors_preflight_passes_for_the_configured_origin_without_a_key(
     reply = await rig.post(chat(), headers={"origin": "http://localhost:3000"})
     assert reply.status_code == 401
     assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
-    assert "x-request-id" in reply.headers["access-control-expose-headers"]
+    shown = reply.headers["access-control-expose-headers"].split(", ")
+    assert {"x-request-id", "retry-after", "x-should-retry"} <= set(shown)
+
+
+async def test_web_page_may_read_an_answer_of_the_last_resort(start_server: StartServer) -> None:
+    async def broken() -> None:
+        raise KeyError("secret detail")
+
+    rig = await start_server(cors_origin=["http://localhost:3000"])
+    rig.app.add_api_route("/broken", broken)
+    reply = await rig.http.get("/broken", headers={"origin": "http://localhost:3000"})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "internal_error"
+    assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert reply.headers["x-request-id"]
 
 
 async def test_cors_refuses_another_origin(start_server: StartServer) -> None:

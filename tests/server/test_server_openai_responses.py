@@ -10,7 +10,7 @@ import openai
 import pytest
 from fake_engine import Action, FakeEngine, Generate
 from pydantic import BaseModel
-from scripted_answers import answer, answer_with_calls
+from scripted_answers import answer, answer_with_calls, answer_with_logprobs
 from server_rig import ServerRig, StartServer
 
 from s2moe.engine.messages import Failed
@@ -78,6 +78,33 @@ async def test_stream_helper_puts_the_response_together(start_server: StartServe
             pass
         reply = await stream.get_final_response()
     assert reply.output_text == "Hello 🙂"
+
+
+async def test_log_probabilities(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(lambda r: answer_with_logprobs(r, ("Hel", -0.5), ("lo", -2.0))))
+    asked: dict[str, Any] = {**CALL, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    async with client_of(rig) as client:
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [[each.token for each in delta.logprobs] for delta in deltas] == [["Hel"], ["lo"]]
+    assert [each.token for each in deltas[0].logprobs[0].top_logprobs or ()] == ["Hel", "?"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [each.logprob for each in done.logprobs] == [-0.5, -2.0]
+    for reply in (whole, streamed):
+        message: Any = reply.output[0]
+        logprobs = message.content[0].logprobs
+        assert [(each.token, each.logprob, bytes(each.bytes)) for each in logprobs] == [
+            ("Hel", -0.5, b"Hel"),
+            ("lo", -2.0, b"lo"),
+        ]
+        assert [[top.logprob for top in each.top_logprobs] for each in logprobs] == [
+            [-0.5, -1.5],
+            [-2.0, -3.0],
+        ]
+        assert reply.top_logprobs == 2
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from s2moe.engine.messages import Finished, Generate, Step, ToolCallDelta
+from s2moe.engine.messages import Finished, Generate, Step, TokenLogprob, ToolCallDelta, TopLogprob
 from s2moe.server.convert.field_names import FieldNames, MessageOrigin
 from s2moe.server.errors import InvalidRequestError, ServerError, to_reply
 from s2moe.server.schema.responses import ResponsesRequest
@@ -71,6 +71,29 @@ def test_stream_and_whole_response_hold_the_same(steps: list[Step], reason: str,
     )
     assert all(bool(item["summary"]) is summarize for item in thoughts)
     assert all(item["content"][0]["text"] or item is output[0] for item in output if "content" in item)
+
+
+def test_stream_and_whole_response_have_the_same_log_probabilities() -> None:
+    def tokens(*pieces: str) -> list[TokenLogprob]:
+        top = [TopLogprob(token=2, piece=b"x", logprob=-2.0)]
+        return [TokenLogprob(token=1, piece=each.encode(), logprob=-1.0, top=top) for each in pieces]
+
+    steps = [
+        Step(request_id="r", reasoning="hm", logprobs=tokens("hm")),
+        Step(request_id="r", content="So", logprobs=tokens("</think>", "So")),
+        Step(request_id="r", content=" so", logprobs=tokens(" ", "so")),
+    ]
+    made = ResponseEventEncoder(head(), names=FieldNames(), summarize=False, logprobs=True)
+    data = made.start() + b"".join(made.feed(each) for each in steps)
+    events = named_events(data + made.finish_choice(finished(REQUEST)))
+    response = check_response_events(events)
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [[each["token"] for each in delta] for delta in deltas] == [["So"], [" ", "so"]]
+    assert response == whole(steps, finished(REQUEST))
+    logprobs = response["output"][1]["content"][0]["logprobs"]
+    assert logprobs == [each for delta in deltas for each in delta]
+    top = {"token": "x", "bytes": list(b"x"), "logprob": -2.0}
+    assert logprobs[0] == {"token": "So", "bytes": list(b"So"), "logprob": -1.0, "top_logprobs": [top]}
 
 
 @settings(deadline=None)
@@ -166,6 +189,15 @@ def test_head_gives_back_what_the_request_said() -> None:
     assert given_back | fields | {"tools": [tool]} == given_back
     assert (given_back["store"], given_back["truncation"]) == (False, "disabled")
     Response.model_validate(given_back)
+
+
+def test_head_shows_no_limit_where_there_is_none() -> None:
+    assert [head(max_output_tokens=n)["max_output_tokens"] for n in (None, -1, 10**30, 9)] == [
+        None,
+        None,
+        None,
+        9,
+    ]
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none", "required"])

@@ -23,13 +23,14 @@ from fake_engine import (
     step,
 )
 from openai.types.responses import Response
-from scripted_answers import answer, answer_with_calls
+from scripted_answers import answer, answer_with_calls, answer_with_logprobs
 from server_rig import ServerRig, StartServer
 
 from s2moe.engine.messages import ApplyTemplate, Failed
 from s2moe.server.engine_client import EngineDiedError
 
 PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -103,6 +104,36 @@ async def test_tools_that_are_no_functions_are_skipped(
     assert record.fields == {"types": ["web_search", "custom"]}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_the_text_are_given_where_they_are_asked_for(
+    start_server: StartServer, stream: bool
+) -> None:
+    rig = await start_server(FakeEngine(lambda r: answer_with_logprobs(r, ("Hel", -0.5), ("lo", -2.0))))
+    reply = await respond(rig, stream=stream, include=[LOGPROBS], top_logprobs=2)
+    response = check_response_events(named_events(reply.content)) if stream else reply.json()
+    (part,) = response["output"][0]["content"]
+    assert [(each["token"], each["logprob"], each["bytes"]) for each in part["logprobs"]] == [
+        ("Hel", -0.5, list(b"Hel")),
+        ("lo", -2.0, list(b"lo")),
+    ]
+    assert [[top["token"] for top in each["top_logprobs"]] for each in part["logprobs"]] == [
+        ["Hel", "?"],
+        ["lo", "?"],
+    ]
+    assert response["top_logprobs"] == 2
+    assert rig.engine.requests[0].n_top_logprobs == 2
+
+
+async def test_no_log_probabilities_unless_asked_for(rig: ServerRig) -> None:
+    for fields in ({}, {"top_logprobs": 0}, {"include": []}, {"include": ["reasoning.encrypted_content"]}):
+        body = (await respond(rig, **fields)).json()
+        assert body["output"][0]["content"][0]["logprobs"] == []
+        assert body["top_logprobs"] == 0
+    assert [request.n_top_logprobs for request in rig.engine.requests] == [None] * 4
+    await respond(rig, include=[LOGPROBS])
+    assert rig.engine.requests[-1].n_top_logprobs == 0
+
+
 async def test_limit_of_tokens_makes_the_response_incomplete(start_server: StartServer) -> None:
     rig = await start_server(FakeEngine(lambda r: answer(r, "Once", reason="length")))
     whole = (await respond(rig, max_output_tokens=2)).json()
@@ -130,6 +161,7 @@ async def test_options_reach_the_engine(rig: ServerRig) -> None:
     "fields",
     [
         {"store": True, "truncation": "auto", "include": ["reasoning.encrypted_content"], "user": "x"},
+        {"include": ["web_search_call.results", "what comes next year"], "top_logprobs": None},
         {"previous_response_id": None, "conversation": None, "background": False, "top_logprobs": 0},
         {"service_tier": "auto", "prompt_cache_key": "k", "stream_options": {"include_obfuscation": False}},
         {"tools": [], "tool_choice": "auto", "metadata": None, "text": {}, "reasoning": {}},
@@ -149,7 +181,13 @@ async def test_harmless_fields_are_accepted(rig: ServerRig, fields: dict[str, An
         ({"background": True}, "background"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 2, "include": ["reasoning.encrypted_content"]}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs"),
+        ({"top_logprobs": -1, "include": [LOGPROBS]}, "top_logprobs"),
+        ({"top_logprobs": True, "include": [LOGPROBS]}, "top_logprobs"),
+        ({"include": ["output_text.logprobs"]}, "include"),
+        ({"include": LOGPROBS}, "include"),
+        ({"include": [7]}, "include[0]"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         (
             {"tools": [{"type": "mcp"}, TOOL], "tool_choice": {"type": "function", "name": "buy"}},

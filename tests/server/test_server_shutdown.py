@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 
-from fake_engine import FakeEngine, endless, endless_prefill, finished, started, step
+from fake_engine import FakeEngine, endless, endless_prefill, finished, started, step, until
 from server_rig import StartServer, chat, events_of
+from test_server_embeddings import EMBEDDER, EMBEDDINGS, embed
 from test_server_errors import assert_error
 
+from s2moe.engine.messages import Query, QueryReply
 from s2moe.server.engine_client import EngineState
 from s2moe.server.serve import shut_down_requests
 
@@ -52,3 +54,47 @@ async def test_request_that_waits_for_the_restart_is_told_at_once(start_server: 
 async def test_nothing_to_wait_for_returns_at_once(start_server: StartServer) -> None:
     rig = await start_server()
     await asyncio.wait_for(shut_down_requests(rig.admission, 600), 5)
+
+
+class SlowEmbedder(FakeEngine):
+    """Gives vectors when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(model=EMBEDDER, answer=embed)
+        self.go_on = asyncio.Event()
+        self.n_asked = 0
+
+    async def ask(self, query: Query) -> QueryReply:
+        self.n_asked += 1
+        await self.go_on.wait()
+        return await super().ask(query)
+
+
+async def test_running_embeddings_may_finish_within_the_timeout(start_server: StartServer) -> None:
+    engine = SlowEmbedder()
+    rig = await start_server(engine)
+    running = asyncio.create_task(rig.http.post(EMBEDDINGS, json={"input": ["a"] * 40}))
+    await until(lambda: engine.n_asked == 1)
+    waiting = asyncio.create_task(rig.http.post(EMBEDDINGS, json={"input": "b"}))
+    await asyncio.sleep(0.05)
+    ending = asyncio.create_task(shut_down_requests(rig.admission, 20))
+    assert_error(await asyncio.wait_for(waiting, 5), 503, "unavailable_error", "draining")
+    assert not ending.done()
+    engine.go_on.set()
+    reply = await running
+    assert reply.status_code == 200
+    assert len(reply.json()["data"]) == 40
+    await asyncio.wait_for(ending, 5)
+    assert engine.n_asked == 2  # of up to 32 inputs each
+
+
+async def test_running_embeddings_are_cut_after_the_timeout(start_server: StartServer) -> None:
+    engine = SlowEmbedder()
+    rig = await start_server(engine)
+    running = asyncio.create_task(rig.http.post(EMBEDDINGS, json={"input": "a"}))
+    await until(lambda: engine.n_asked == 1)
+    await asyncio.wait_for(shut_down_requests(rig.admission, 0.1), 5)
+    assert_error(await running, 500, "server_error", "shutdown")
+    new = await rig.http.post(EMBEDDINGS, json={"input": "b"})
+    assert_error(new, 503, "unavailable_error", "draining")
+    assert engine.n_asked == 1

@@ -84,6 +84,33 @@ async def test_next_request_runs_after_the_timeout_of_another(start_server: Star
     assert rig.engine.overlaps == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whoever_got_a_504_may_ask_again_at_once_without_a_queue(
+    start_server: StartServer, stream: bool
+) -> None:
+    """The engine takes a while to let go of the first request."""
+
+    def slow_first(request: Generate) -> list[Action]:
+        if last_text(request) == "slow":
+            return [60.0]
+        return [started(request), step(request, "a"), finished(request)]
+
+    rig = await start_server(FakeEngine(slow_first, abort_seconds=0.5), request_timeout=0.2, queue_size=0)
+    assert (await rig.post(chat("slow", stream=stream))).status_code == 504
+    assert rig.engine.running == "slow"
+    again = asyncio.create_task(rig.post(chat("again", stream=stream)))
+    await rig.until_waiting(1)
+    # one request takes the place of the other, and no more
+    assert_error(await rig.post(chat("third")), 429, "rate_limit_error", "queue_full")
+    assert (await again).status_code == 200
+    assert rig.engine.overlaps == 0
+    await rig.until_idle()
+    running = asyncio.create_task(rig.post(chat("slow")))
+    await rig.engine.until_running("slow")
+    assert_error(await rig.post(chat("behind it")), 429, "rate_limit_error", "queue_full")
+    assert (await running).status_code == 504
+
+
 async def test_no_timeout_unless_set(start_server: StartServer) -> None:
     rig = await start_server()
     assert (rig.settings.request_timeout, rig.settings.queue_timeout) == (0, 0)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
-from s2moe.engine.messages import Configure, EngineStats, Finished, Generate, GenerationEvent
+from s2moe.engine.messages import Configure, EngineStats, Failed, Finished, Generate, GenerationEvent
 from s2moe.server.engine_client import EngineState
 from s2moe.server.engine_exit import OomKillCounter
 from s2moe.server.restart_policy import RestartLimits
@@ -50,7 +50,7 @@ class RecordingObserver:
         self.states: list[EngineState] = []
         self.details: list[str] = []
         self.stats: list[EngineStats] = []
-        self.finished: list[Finished] = []
+        self.finished: list[Finished | Failed] = []
         self.phases: list[tuple[str, float]] = []
         self.restarts: list[str] = []
         self.restart_details: list[str] = []
@@ -77,7 +77,7 @@ class RecordingObserver:
         self.stats.append(stats)
         self._pulse()
 
-    def on_finished(self, event: Finished) -> None:
+    def on_finished(self, event: Finished | Failed) -> None:
         self.finished.append(event)
         self._pulse()
 

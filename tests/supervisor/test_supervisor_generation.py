@@ -228,9 +228,10 @@ async def test_the_end_of_every_request_reaches_the_observer(rig: Rig) -> None:
     stream = generate(rig.supervisor, rig.request("started", "until-abort", request_id="aborted"))
     await anext(stream)
     await stream.aclose()
+    await rig.run("fail:internal", request_id="failed")
     await rig.run("finish-of:foreign", "finish", request_id="last")
-    ends = [(event.request_id, event.reason) for event in rig.observer.finished]
-    assert ends == [("whole", "stop"), ("aborted", "cancelled"), ("last", "stop")]
+    ends = [(event.request_id, type(event)) for event in rig.observer.finished]
+    assert ends == [("whole", Finished), ("aborted", Finished), ("failed", Failed), ("last", Finished)]
 
 
 async def test_stats_and_message_sizes_reach_the_observer(rig: Rig) -> None:

@@ -25,9 +25,12 @@ from s2moe.server.engine_client import (
     EngineDiedError,
     EngineError,
     EngineState,
+    EngineStoppingError,
     EngineUnavailableError,
     QueryError,
+    TooLongForEngineError,
 )
+from s2moe.server.errors import to_api_error
 from s2moe.server.pending_queries import PendingQueries
 
 
@@ -130,8 +133,9 @@ async def test_two_queries_of_one_id_are_refused(rig: Rig) -> None:
 
 
 async def test_a_query_that_is_too_long_for_the_wire_is_refused(rig: Rig) -> None:
-    with pytest.raises(EngineError, match="too long"):
+    with pytest.raises(TooLongForEngineError, match="too long") as caught:
         await ask(rig, "x" * MAX_FRAME_BYTES)
+    assert caught.value.limit_bytes == MAX_FRAME_BYTES
     assert await ask(rig, "count:1") == Tokenized(query_id="1", tokens=[0])
 
 
@@ -172,6 +176,16 @@ async def test_stop_fails_pending_queries(rig: Rig) -> None:
         await waiting
     with pytest.raises(EngineUnavailableError):
         await ask(rig, "count:1")
+
+
+async def test_a_query_while_the_engine_is_stopped_is_told_that_the_server_ends(rig: Rig) -> None:
+    stopping = asyncio.create_task(rig.supervisor.stop(5))
+    await asyncio.sleep(0)
+    assert rig.supervisor.state is EngineState.READY
+    with pytest.raises(EngineStoppingError) as caught:
+        await ask(rig, "count:1")
+    assert to_api_error(caught.value).code == "draining"
+    await stopping
 
 
 async def test_a_query_without_a_ready_engine_says_why(make_rig: MakeRig) -> None:
