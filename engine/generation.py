@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -17,8 +18,10 @@ from s2moe.engine.messages import (
     GenerationEvent,
     PrefillProgress,
     Sampling,
+    SpeculationReport,
     Started,
     Step,
+    StepDurations,
     Timings,
     TokenLogprob,
 )
@@ -28,6 +31,8 @@ from s2moe.engine.prompt import Prompt, read_prompt
 from s2moe.engine.stream.answer import AnswerStream, ContentOnly, Delta
 from s2moe.engine.stream.token_ledger import TokenLedger
 from s2moe.engine.tool_calls import ToolCalls
+
+logger = logging.getLogger(__name__)
 
 NEVER: Final = -1e9
 """A bias that no logit outweighs, and that leaves other tokens their probabilities."""
@@ -257,7 +262,14 @@ class Generation:
         )
 
     def timings(self) -> Timings:
-        """So far."""
+        """So far. Never raises: an answer must not fail for its figures."""
+        speculation: SpeculationReport | None = None
+        step_durations: dict[str, StepDurations] = {}
+        if self._decoder is not None:
+            try:
+                speculation, step_durations = self._decoder.report(), self._decoder.step_durations()
+            except Exception:
+                logger.exception("request %s: what its steps did is not known", self._request.request_id)
         return Timings(
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
@@ -265,8 +277,8 @@ class Generation:
             n_decode_steps=self.n_decode_steps,
             prefill_experts=self.prefill_experts,
             decode_experts=self.decode_experts,
-            speculation=None if self._decoder is None else self._decoder.report(),
-            step_durations={} if self._decoder is None else self._decoder.step_durations(),
+            speculation=speculation,
+            step_durations=step_durations,
         )
 
 

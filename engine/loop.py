@@ -320,7 +320,10 @@ class Engine:
             )
         except MemoryError:
             return wire.Failed(
-                request_id=request.request_id, code="insufficient_memory", message="out of memory"
+                request_id=request.request_id,
+                code="insufficient_memory",
+                message="out of memory",
+                timings=generation.timings(),
             )
         except Exception:
             logger.exception("request %s failed", request.request_id)

@@ -278,7 +278,8 @@ class Metrics:
 
     def on_finished(self, event: Finished | Failed) -> None:
         for phase, durations in event.timings.step_durations.items():
-            self._step_duration.add(durations.counts, durations.seconds, phase)
+            if phase in STEP_PHASES and len(durations.counts) == len(STEP_DURATION_BOUNDS_SECONDS) + 1:
+                self._step_duration.add(durations.counts, durations.seconds, phase)
         if event.timings.speculation is not None:
             self._speculation.on_report(event.timings.speculation)
 

@@ -36,6 +36,7 @@ def total_of(finished: Sequence[Finished], *, per_prompt: int) -> Finished:
 
 
 def _timings(timings: Sequence[Timings]) -> Timings:
+    """What an answer shows; durations by bucket are the metrics' alone, which see each choice."""
     return Timings(
         prefill_seconds=sum(each.prefill_seconds for each in timings),
         decode_seconds=sum(each.decode_seconds for each in timings),

@@ -278,6 +278,26 @@ def test_other_failures_of_a_step_are_the_requests(
     assert kv_text(model) == ""
 
 
+def test_figures_that_cannot_be_read_do_not_fail_the_answer(
+    model: FakeModel,
+    speculator: FakeSpeculator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = speculator.report
+
+    def report() -> dict[str, Any]:
+        if speculator.steps:
+            raise NativeError(Status.NO_MEMORY, "no memory")
+        return whole()
+
+    monkeypatch.setattr(speculator, "report", report)
+    steps, finished = Answerer(model, monkeypatch, "abcd.").answer()
+    assert "".join(step.content for step in steps) == "abcd"
+    assert (finished.reason, finished.timings.speculation) == ("stop", None)
+    assert "is not known" in caplog.text
+
+
 def test_failure_inside_drafting_is_said_in_the_log(
     model: FakeModel,
     speculator: FakeSpeculator,

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_answers import call_steps
 from server_rig import CHAT, ServerRig, StartServer, chat
 
-from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Failed, StepDurations
+from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Failed, StepDurations, Timings
 from s2moe.server import metrics as names
 from s2moe.server.engine_client import EngineState
 
@@ -217,6 +217,18 @@ async def test_time_of_grammars_and_of_steps_is_counted(start_server: StartServe
     assert await rig.sample(f"{name}_count", phase="plain") == 2
     assert await rig.sample(f"{name}_sum", phase="plain") == 8
     assert await rig.sample(f"{name}_count", phase="verify") == 0
+
+
+async def test_durations_of_an_engine_of_another_version_are_passed_over(rig: ServerRig) -> None:
+    durations = {
+        "invented": StepDurations(counts=[1] * (len(STEP_DURATION_BOUNDS_SECONDS) + 1), seconds=1.0),
+        "plain": StepDurations(counts=[1], seconds=1.0),
+    }
+    failed = Failed(request_id="r", code="internal", message="m", timings=Timings(step_durations=durations))
+    rig.metrics.on_finished(failed)
+    text = (await rig.http.get("/metrics")).text
+    assert "invented" not in text
+    assert await rig.sample("s2moe_decode_step_duration_seconds_count", phase="plain") == 0
 
 
 async def test_tokens_and_outcomes_of_tool_calls_are_counted(start_server: StartServer) -> None:
