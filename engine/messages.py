@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 LOAD_DURATION_BOUNDS_SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
@@ -443,9 +443,6 @@ class SpeculationReport(Message, frozen=True, tag=True):
     routing_hits: int = 0
     routing_misses: int = 0
     routing_extra: int = 0
-    confidence: list[tuple[int, int]] = []
-    """[10] drafts verified and accepted, by tenth of predicted confidence."""
-    confidence_by_depth: list[tuple[int, int]] = []
     n_graph_builds: int = 0
     controller_state: str = "off"
     """`drafting`, `paused`, `probing` or `off`."""

@@ -54,8 +54,8 @@ class Admission:
         self._held_is_ending = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._cutters: set[Callable[[], None]] = set()
-        self._questions: set[asyncio.Task[Any]] = set()
-        self._unasked: set[asyncio.Task[Any]] = set()
+        self._queries: set[asyncio.Task[Any]] = set()
+        self._unsent: set[asyncio.Task[Any]] = set()
         """Those of them that the engine does not know of yet."""
         self._service = ServiceTime(_FIRST_SERVICE_GUESS_SECONDS)
         self._run_began = 0.0
@@ -111,11 +111,11 @@ class Admission:
             self._release()
 
     @contextmanager
-    def question(self) -> Iterator[Callable[[], None]]:
-        """Counts a question, which takes no place in the queue, until the body of the `with` ends, so that a
+    def query(self) -> Iterator[Callable[[], None]]:
+        """Counts a query, which takes no place in the queue, until the body of the `with` ends, so that a
         shutdown waits for it, too. In a task of its own, which is cancelled when that runs out of patience.
 
-        What is yielded is called once the question is being put; up to there it ends as soon as the queue is
+        What is yielded is called once the query is being sent; up to there it ends as soon as the queue is
         drained. Raises ApiError when it is cut.
         """
         if self.draining:
@@ -127,10 +127,10 @@ class Admission:
         def begin() -> None:
             nonlocal began
             began = True
-            self._unasked.discard(task)
+            self._unsent.discard(task)
 
-        self._questions.add(task)
-        self._unasked.add(task)
+        self._queries.add(task)
+        self._unsent.add(task)
         self._show()
         try:
             yield begin
@@ -139,8 +139,8 @@ class Admission:
                 raise
             raise (shut_down(generation_began=False) if began else draining()) from None
         finally:
-            self._questions.discard(task)
-            self._unasked.discard(task)
+            self._queries.discard(task)
+            self._unsent.discard(task)
             self._show()
 
     def retry_after_seconds(self) -> int:
@@ -158,14 +158,14 @@ class Admission:
                 waiter.set_exception(draining())
         if self._held and not self._held_is_running:
             self._cut_holder()
-        for task in self._unasked:
+        for task in self._unsent:
             task.cancel()
         self._show()
 
     def cut(self) -> None:
-        """Ends the request that holds the engine, and all questions."""
+        """Ends the request that holds the engine, and all queries."""
         self._cut_holder()
-        for task in self._questions:
+        for task in self._queries:
             task.cancel()
 
     def _cut_holder(self) -> None:
@@ -224,7 +224,7 @@ class Admission:
     def _show(self) -> None:
         self._metrics.requests_running.set(self._held_is_running)
         self._metrics.requests_waiting.set(self.n_waiting)
-        if self._held or self._questions:
+        if self._held or self._queries:
             self._idle.clear()
         else:
             self._idle.set()

@@ -27,6 +27,7 @@ from s2moe.server.metrics import Metrics
 from s2moe.server.middleware import BODY_SEND_KEY
 from s2moe.server.recorder import RequestRecorder
 from s2moe.server.settings import Settings
+from s2moe.server.stream.sse import named_event
 
 FIRST_EVENT_WAIT_SECONDS = 1.5
 """How long a stream may stay without a status line. Within it an early failure keeps its HTTP status;
@@ -139,7 +140,7 @@ class Answering:
         """Raises ApiError."""
         generation = self._start(request, job, stream=False)
 
-        async def collect() -> None:
+        async def collect() -> bytes:
             n_open = len(job.requests)
             while n_open:
                 event = await generation.next_event()
@@ -148,12 +149,22 @@ class Answering:
                 elif isinstance(event, Finished):
                     builder.finish_choice(event)
                     n_open -= 1
+            return msgspec.json.encode(builder.finish())
+
+        async def collect_or_fail() -> bytes:
+            try:
+                return await collect()
+            except Exception as error:
+                if isinstance(error, ApiError):
+                    raise
+                raise _fail(generation, error) from None
 
         try:
-            await until_gone(request.receive, collect())
+            # inside of until_gone: some turns later the end would have been counted as a success
+            answer = await until_gone(request.receive, collect_or_fail())
         finally:
             generation.cancel("disconnect")
-        return Response(msgspec.json.encode(builder.finish()), media_type="application/json")
+        return Response(answer, media_type="application/json")
 
     def _start(self, request: Request, job: Job, *, stream: bool) -> Generation:
         recorder = self._recorder(request, job.api, stream=stream)
@@ -263,10 +274,22 @@ async def _chunks(
     except Exception as error:
         if not isinstance(error, ApiError):
             _fail(generation, error)
-        encoder = encoder or make_encoder()
-        yield encoder.fail(to_reply(error))
+        yield _error_event(encoder, make_encoder, to_reply(error))
 
 
-def _fail(generation: Generation, error: Exception) -> None:
+def _error_event(
+    encoder: AnswerEncoder | None, make_encoder: Callable[[], AnswerEncoder], reply: ErrorReply
+) -> bytes:
+    """The end of a stream that failed, also where it did so because the encoder cannot be made or used."""
+    try:
+        return (encoder or make_encoder()).fail(reply)
+    except Exception as error:
+        _log.error("an error could not be written as the protocol has it", exc_info=error)
+        return named_event("error", reply.body)
+
+
+def _fail(generation: Generation, error: Exception) -> ApiError:
     _log.error("an answer could not be written", exc_info=error)
-    generation.fail(to_api_error(error))
+    api_error = to_api_error(error)
+    generation.fail(api_error)
+    return api_error

@@ -99,7 +99,7 @@ class Asking:
         return reply
 
     async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
-        with self._admission.question() as begin:
+        with self._admission.query() as begin:
             async with self._turn:
                 begin()
                 began = time.monotonic()

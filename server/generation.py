@@ -105,9 +105,10 @@ class Generation:
             self.cancel("shutdown")
 
     def fail(self, error: ApiError) -> None:
-        """Ends the request because its answer cannot be written, with `error` for the consumer."""
-        if self._cancel_cause is None and not self._task.done():
-            self.recorder.failed(error)
+        """Ends the request because its answer cannot be written, with `error` for the consumer. It counts as
+        a failure also where the engine is through with it."""
+        if self._cancel_cause is None:
+            self.recorder.not_written(error)
             self._deliver(error)
             self.cancel("disconnect")  # for the accounts it has failed already
 

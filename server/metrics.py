@@ -127,7 +127,9 @@ class Metrics:
         self.requests_waiting = self._gauge("requests_waiting", "Requests in the queue")
         self._gauge("queue_capacity", "Requests that may wait").set(queue_capacity)
         self.requests_rejected = self._counter(
-            "requests_rejected_total", "Requests turned away before they were run", "reason"
+            "requests_rejected_total",
+            "Requests turned away before they were run, once their body had been read",
+            "reason",
         )
         _touch(self.requests_rejected, REJECTION_REASONS)
         self.cancellations = self._counter(
@@ -168,7 +170,8 @@ class Metrics:
         )
         self.grammar_failures = self._counter(
             "grammar_failures_total",
-            "Requests whose schema or grammar could not be followed, by what held it",
+            "Requests whose schema or grammar could not be followed, by what held it; not those that the "
+            "check of the body's fields refused",
             "reason",
         )
         _touch(self.grammar_failures, GRAMMAR_FAILURES.values())

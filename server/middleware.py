@@ -195,8 +195,11 @@ class BodyReading:
         return self._gate
 
     async def enter_first_part(self) -> BodyGate:
-        """The same for the first part of a body of unknown length. Apart, since whoever waits there for the
-        rest holds nothing that the others wait for."""
+        """The same for the first part of a body of unknown length. Apart, since in one gate two bodies that
+        keep their first parts and wait for their rests would wait for each other.
+
+        They keep them because they are in memory: where all that fit this gate wait behind one slow body,
+        the first parts of others do, too."""
         await self._first_parts_gate.enter(FIRST_PART_BYTES, LEAST_ALLOWANCE_BYTES)
         return self._first_parts_gate
 

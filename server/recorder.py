@@ -21,6 +21,7 @@ _FAILURE_REASONS = {
     "model_file_error": "model_file",
     "numeric_error": "numeric",
 }
+_ENGINE_ENDS = ("stop", "length", "tool_calls")
 
 
 class RequestRecorder:
@@ -84,6 +85,18 @@ class RequestRecorder:
             self._metrics.requests_rejected.labels(error.code).inc()
             self.finish = "rejected"
             return
+        self._count_failure(error)
+        self._end("error")
+
+    def not_written(self, error: ApiError) -> None:
+        """The client got `error` instead of the answer, or of its end. A failure even where the engine's own
+        end of the request has been counted."""
+        if self.finish in _ENGINE_ENDS:
+            self._count_failure(error)
+        else:
+            self.failed(error)
+
+    def _count_failure(self, error: ApiError) -> None:
         if error.code in _FAILURE_REASONS:
             reason = _FAILURE_REASONS[error.code]
         elif error.status == 503:
@@ -93,7 +106,6 @@ class RequestRecorder:
         self._metrics.request_failures.labels(reason).inc()
         if error.code in GRAMMAR_FAILURES:
             self._metrics.grammar_failures.labels(GRAMMAR_FAILURES[error.code]).inc()
-        self._end("error")
 
     def cancelled(self, cause: str, seconds: float) -> None:
         """`seconds`: from the wish to stop until the engine was idle."""

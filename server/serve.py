@@ -25,7 +25,6 @@ from s2moe.server.engine_client import EngineUnavailableError
 from s2moe.server.metrics import Metrics
 from s2moe.server.own_memory import own_resident_bytes
 from s2moe.server.settings import Settings, SettingsError
-from s2moe.server.speculation_names import MAX_NODES
 from s2moe.server.supervisor import EngineSupervisor
 
 EXIT_OK = 0
@@ -104,7 +103,7 @@ def to_speculation(settings: Settings) -> Speculation:
         preset=settings.preset,
         exact=settings.exact or None,
         draft_experts=settings.draft_experts or None,
-        max_nodes=None if settings.max_nodes == MAX_NODES else settings.max_nodes,
+        max_nodes=settings.max_nodes,
         reuse_strength=settings.reuse_strength,
         reuse_cap=settings.reuse_cap,
         error_budget=settings.error_budget,

@@ -182,7 +182,12 @@ class Settings(BaseSettings):
     draft_experts: int = Field(
         0, ge=0, le=MAX_EXPERTS, description="experts per token of a draft; 0 = a quarter of the model's"
     )
-    max_nodes: int = Field(MAX_NODES, ge=1, le=MAX_NODES, description="drafts verified at once, at most")
+    max_nodes: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_NODES,
+        description="drafts verified at once, at most (default: 7, and 14 for expert-skip)",
+    )
     reuse_strength: float | None = Field(
         None,
         ge=0,

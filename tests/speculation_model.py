@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from s2moe.engine.native_speculation import (
     set_batch_invariance,
 )
 
+from gguf_factory import ARCHITECTURES, write_random_model
 from paying_drafts import with_paying_drafts
 from stored_model import Layout, StoredModel
 
@@ -191,11 +192,27 @@ class Run:
         assert self.model.n_kv == self.position, f"the KV cache ends at {self.model.n_kv - 1}"
         return tokens
 
+    def cut_back(self) -> None:
+        """Cuts the KV cache back to the prompt but for its last token, and begins the answer anew."""
+        memory = llama_cpp.llama_get_memory(self.model.context)
+        assert llama_cpp.llama_memory_seq_rm(memory, 0, len(self.prompt) - 1, -1)
+        self.answer.tokens.clear()
+        self.answer.rows.clear()
+
     def close(self) -> Answer:
         """The answer with its report."""
         self.answer.report = self.model.speculator.report()
         self.sampler.close()
         return self.answer
+
+
+def write_small_model(directory: Path) -> Path:
+    """A random model that decodes a token in 50 microseconds. Returns its file."""
+    llama = ARCHITECTURES["llama"]
+    small = replace(llama, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_ff=32, n_ff_exp=32)
+    path = directory / "small.gguf"
+    write_random_model(path, small)
+    return path
 
 
 def plain_answer(

@@ -46,7 +46,7 @@ enum s2moe_status {
     S2MOE_OK = 0,
     S2MOE_ERROR_INVALID = -1,      /* an argument, or a value in a JSON argument, is out of its domain */
     S2MOE_ERROR_TEMPLATE = -2,     /* the chat template rejects these messages or cannot be parsed */
-    S2MOE_ERROR_GRAMMAR = -3,      /* the grammar does not parse or names no root */
+    S2MOE_ERROR_GRAMMAR = -3,      /* the grammar does not parse, names no root, or is too ambiguous to follow */
     S2MOE_ERROR_ABORTED = -4,      /* s2moe_abort_request() took effect */
     S2MOE_ERROR_CONTEXT_FULL = -5, /* no room in the KV cache */
     S2MOE_ERROR_NO_MEMORY = -6,    /* an allocation failed */
@@ -427,7 +427,8 @@ typedef struct s2moe_sampler s2moe_sampler;
  *                                       chat: the grammar does not concern reasoning
  *
  * Errors (NULL): last_status, if not NULL, receives S2MOE_ERROR_INVALID (the message names the key) or
- * S2MOE_ERROR_GRAMMAR.
+ * S2MOE_ERROR_GRAMMAR (the message names line and column, or the rule; since it quotes names of rules, it is for the
+ * client and not for a log).
  */
 S2MOE_API s2moe_sampler *
 s2moe_sampler_create(const struct llama_model * model, const char * params_json, int32_t * last_status);
@@ -436,8 +437,8 @@ S2MOE_API void s2moe_sampler_free(s2moe_sampler * sampler);
 /*
  * Chooses the next token from the logits at `index` of ctx's last decode (as in llama_get_logits_ith) and adds
  * it to the sampler's history and grammar state. Stores it in *token.
- * Errors: S2MOE_ERROR_INVALID for an index without logits, S2MOE_ERROR_INTERNAL (also where the grammar allows no token
- * of the vocabulary).
+ * Errors: S2MOE_ERROR_INVALID for an index without logits, S2MOE_ERROR_GRAMMAR where the grammar is too ambiguous to be
+ * followed within a second or so, S2MOE_ERROR_INTERNAL (also where the grammar allows no token of the vocabulary).
  */
 S2MOE_API int32_t s2moe_sampler_sample(s2moe_sampler * sampler,
                                        struct llama_context * ctx,
@@ -575,7 +576,8 @@ S2MOE_API void s2moe_speculator_free(s2moe_speculator * speculator);
  *     "reuse_cap"         0 or k <= int: experts of a layer that count as in use; 0 = 2 k
  *     "exact"             bool: true = the preset "exact" whatever else is said
  *     "draft_experts"     0 <= int <= k; 0 = max(1, k / 4)
- *     "max_nodes"         1 <= int < S2MOE_N_VERIFY_ROWS: drafts per step
+ *     "max_nodes"         1 <= int < S2MOE_N_VERIFY_ROWS: drafts per step; absent: S2MOE_N_VERIFY_ROWS - 1, for
+ *                         "expert-skip" twice that, since its tree has two chains
  *     "adaptive"          bool: false = a fixed tree of depth 4 and width 2 at the first level, and no pauses
  *     "reuse_gating"      bool: false = error_budget 0
  *     "shared_context"    bool: false = drafts have a KV cache of their own
@@ -685,8 +687,10 @@ S2MOE_API void s2moe_chat_free(s2moe_chat * chat);
  *
  * Schemas. A keyword that takes part in choosing what is valid, and that cannot be kept (a pattern that is no grammar,
  * not, if, patternProperties, …), is an error in "json_schema" and in a function with "strict": true; in another
- * function it is left out. Bounds of numbers that are no integers, multipleOf, uniqueItems, minProperties,
- * maxProperties, unknown formats and counts beyond 2000 characters or 500 items are never enforced. Both are listed in
+ * function it is left out. One that limits values and cannot be kept (bounds of numbers that are no integers,
+ * multipleOf, uniqueItems, minProperties, maxProperties, a oneOf that may overlap, counts beyond 2000 characters or 500
+ * items) is an error in a function with "strict": true, and else left out, as unknown formats are everywhere. docs/api.md
+ * has the whole list. What is left out is in
  * "unenforced". At most 48 levels of schemas, 10,000 of them in one, 200 optional properties of one object, 512 tools.
  *
  * Errors: S2MOE_ERROR_INVALID (malformed JSON, messages, or tools: the message begins with the place),

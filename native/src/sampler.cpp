@@ -8,6 +8,7 @@
 #include "common.h"
 #include "error.h"
 #include "json.h"
+#include "llama-grammar.h"
 #include "llama.h"
 #include "s2moe.h"
 #include "sampling.h"
@@ -178,6 +179,17 @@ std::optional<llama_token> choose_reasoning(s2moe_sampler & sampler, llama_conte
     return chosen;
 }
 
+llama_token next_token(s2moe_sampler & sampler, llama_context * ctx, int32_t index) {
+    if (sampler.gate && sampler.gate->is_open()) {
+        if (const auto chosen = choose_reasoning(sampler, ctx, index)) {
+            return *chosen;
+        }
+    }
+    const llama_token chosen = choose_token(sampler.impl.get(), ctx, index);
+    common_sampler_accept(sampler.impl.get(), chosen, true);
+    return chosen;
+}
+
 } // namespace
 
 s2moe_sampler * s2moe_sampler_create(const llama_model * model, const char * params_json, int32_t * last_status) {
@@ -211,15 +223,11 @@ int32_t s2moe_sampler_sample(s2moe_sampler * sampler, llama_context * ctx, int32
         if (llama_get_logits_ith(ctx, index) == nullptr) {
             throw failure(S2MOE_ERROR_INVALID, "no logits at index " + std::to_string(index));
         }
-        if (sampler->gate && sampler->gate->is_open()) {
-            if (const auto chosen = choose_reasoning(*sampler, ctx, index)) {
-                *token = *chosen;
-                return;
-            }
+        try {
+            *token = next_token(*sampler, ctx, index);
+        } catch (const llama_grammar_too_ambiguous & e) {
+            throw failure(S2MOE_ERROR_GRAMMAR, e.what());
         }
-        const llama_token chosen = choose_token(sampler->impl.get(), ctx, index);
-        common_sampler_accept(sampler->impl.get(), chosen, true);
-        *token = chosen;
     });
 }
 

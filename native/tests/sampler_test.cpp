@@ -1,6 +1,7 @@
 // s2moe_sampler: parameters checked by name, greedy, seeded, biased, constrained.
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "check.h"
@@ -104,6 +105,72 @@ void test_repeat_penalty_sees_the_prompt(const test_model & m) {
     s2moe_sampler_free(sampler);
 }
 
+// How a sampler fares that chooses from the same logits again and again, until it fails or has chosen n_max times.
+int32_t follow(const test_model & m, const std::string & grammar, int n_max) {
+    const std::string params = R"({"temperature": 0, "grammar": ")" + grammar + "\"}";
+    int32_t status = S2MOE_OK;
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), &status);
+    for (int i = 0; i < n_max && status == S2MOE_OK; ++i) {
+        int32_t token = -1;
+        status = s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token);
+    }
+    s2moe_sampler_free(sampler);
+    return status;
+}
+
+void test_hopeless_grammars_end_with_an_error(const test_model & m) {
+    for (const char * grammar : {
+             R"(root ::= . | . root | . root root | . root root root | [a-z] root root)",
+             R"(root ::= b root \"x\" | \"y\"\nb ::= c\nc ::= \"a\"?)",
+             R"(root ::= ((([a-z]? [a-y]?){0,30} [a-x]?){0,20} [a-w]?){0,10})",
+         }) {
+        const auto begun = std::chrono::steady_clock::now();
+        CHECK(follow(m, grammar, 40) == S2MOE_ERROR_GRAMMAR);
+        CHECK(std::strstr(s2moe_last_error(), "too ambiguous") != nullptr);
+        CHECK(std::chrono::steady_clock::now() - begun < std::chrono::seconds(60));
+    }
+}
+
+void test_a_grammar_that_failed_fails_at_once(const test_model & m) {
+    const char * params = R"({"temperature": 0, "grammar": "root ::= . | . root | . root root | . root root root"})";
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params, nullptr);
+    int32_t token = -1;
+    while (s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_OK) {
+    }
+    const auto begun = std::chrono::steady_clock::now();
+    for (int i = 0; i < 20; ++i) {
+        CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_ERROR_GRAMMAR);
+    }
+    CHECK(std::chrono::steady_clock::now() - begun < std::chrono::seconds(10));
+    s2moe_sampler_free(sampler);
+}
+
+void test_ambiguous_grammars_are_followed(const test_model & m) {
+    std::string levels = "root ::= s0 s0";
+    for (int i = 0; i < 5; ++i) {
+        levels += "\\ns" + std::to_string(i) + " ::= s" + std::to_string(i + 1) + " s" + std::to_string(i + 1);
+    }
+    std::string skipped; // each part may be left out
+    for (int i = 0; i < 500; ++i) {
+        skipped += "[a-z]? ";
+    }
+    CHECK(follow(m, levels + R"(\ns5 ::= (\"a\" | \"a\" | \"aa\" | \"a\"*)*)", 20) == S2MOE_OK);
+    CHECK(follow(m, "root ::= (" + skipped + ")*", 20) == S2MOE_OK);
+    CHECK(follow(m, R"(root ::= (\"a\"?){0,900} \"b\")", 20) == S2MOE_OK);
+}
+
+void test_long_grammars_are_followed(const test_model & m) {
+    std::string words = "root ::= ";
+    for (int i = 0; i < 5000; ++i) {
+        words += (i == 0 ? "" : " | ") + std::string(R"(\"w)") + std::to_string(i) + R"(\")";
+    }
+    CHECK(follow(m, words, 2) == S2MOE_OK);
+    CHECK(follow(m, R"(root ::= ([a-z]+ \" \"?){1,200})", 40) == S2MOE_OK);
+    CHECK(follow(m, R"(root ::= [a-z]{0,2000} [a-z]{0,2000})", 40) == S2MOE_OK);
+    CHECK(follow(m, R"(root ::= \"a\" root \"a\" | \"a\")", 40) == S2MOE_OK);
+    CHECK(follow(m, R"(root ::= \"a\" b\nb ::= c b\nc ::= d\nd ::= \"\")", 8) == S2MOE_ERROR_INTERNAL); // no way on
+}
+
 } // namespace
 
 int main() {
@@ -111,5 +178,9 @@ int main() {
     test_parameters_are_checked(m);
     test_choices(m);
     test_repeat_penalty_sees_the_prompt(m);
+    test_hopeless_grammars_end_with_an_error(m);
+    test_a_grammar_that_failed_fails_at_once(m);
+    test_ambiguous_grammars_are_followed(m);
+    test_long_grammars_are_followed(m);
     return 0;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from s2moe.server.schema.sampling import fail
 
@@ -28,12 +28,12 @@ class ForeignFormats(BaseModel):
     regex: Any = Field(None, description=_REFUSED)
     ebnf: Any = Field(None, description=_REFUSED)
 
-    @field_validator(
-        *("response_format", "json_schema", "structured_outputs", "regex", "ebnf"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        mode="before",
-    )
+    @field_validator("*", mode="before")
     @classmethod
-    def _refuse(cls, value: Any) -> None:
+    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
+        # also called for the fields of subclasses
+        if info.field_name not in ForeignFormats.model_fields:
+            return value
         if value and value != {"type": "text"}:
             raise fail(f"the field is not supported; use `{cls.FORMAT_FIELD}`, or `grammar`")
+        return None

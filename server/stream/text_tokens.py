@@ -39,8 +39,14 @@ class TextTokens:
         wanted = text.encode()
         said = self._begun + b"".join(each.piece for each in self._waiting)
         goes_on, self._kind = kind == self._kind, kind
-        # the markup in front of a beginning may have the same letters, what is held back behind it hardly
-        begin = 0 if goes_on and said.startswith(wanted) else said.rfind(wanted)
+        if goes_on and said.startswith(wanted):
+            begin = 0
+        elif kind == "reasoning":
+            # a text in the same step may have the same letters
+            begin = said.find(wanted)
+        else:
+            # the markup in front of a beginning may have the same letters, what is held back behind it hardly
+            begin = said.rfind(wanted)
         if begin < 0:
             # bytes that are no characters, which the text has as U+FFFD
             tokens, self._begun, self._waiting = self._waiting, b"", []

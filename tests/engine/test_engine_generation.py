@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import string
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -136,7 +138,34 @@ BAD_GRAMMARS = {
     + '\ns40 ::= "a"?',
     "nothing fits": "root ::= [z-a]",
     "NUL": 'root ::= "a"\0 "b"',
+    "left recursion behind what may be empty": 'root ::= b root "x" | "y"\nb ::= c\nc ::= "z"?',
+    "nothing but itself": 'root ::= b root\nb ::= c\nc ::= ""',
+    "nothing but itself, later": 'root ::= "a" b\nb ::= c b\nc ::= d\nd ::= ""',
+    "long repetitions": 'root ::= "' + "a" * 30_000 + '"{2000}',
+    "many repetitions": "root ::= " + '"a"{0,2000} ' * 5000,
 }
+LEVELS = "root ::= b b\n" + "\n".join(f"{one} ::= {two} {two}" for one, two in pairwise("bcdefg"))
+AMBIGUOUS_GRAMMARS = {
+    "levels": LEVELS + '\ng ::= ("a" | "a" | "aa" | "a"*)*',
+    "levels of any text": LEVELS + "\ng ::= (. | [a-zA-Z] | . . | .*)*",
+    "parts that may be left out": "root ::= (" + "[a-zA-Z ]? " * 1900 + ")*",
+    "counted and left out": 'root ::= ("a"?){0,1000} "b"',
+    "counted to the right": "root ::= "
+    + " | ".join(f"[a-zA-Z ]{{{n}}} root" for n in range(1, 60))
+    + ' | "."',
+    "the same alternative": "root ::= (" + " | ".join(['"a"'] * 8000) + ")*",
+}
+"""Each has very many ways to read a text, and few stacks of rules to tell them apart."""
+HOPELESS_GRAMMARS = {
+    "counts in counts": 'root ::= (([a-z]{0,40}){0,40} "a"{0,40}){0,15}',
+    "long class": "root ::= "
+    + " | ".join(f'class "{n}" root' for n in range(100))
+    + "\nclass ::= ["
+    + "".join(chr(0x4E00 + n) for n in range(20_000))
+    + "]",
+    "without end to the right": "root ::= . | . root | . root root | . root root root | [a-z] root root",
+}
+"""Each can be read, and is then too much to be followed."""
 
 
 @pytest.mark.parametrize("name", BAD_GRAMMARS)
@@ -145,6 +174,29 @@ def test_no_grammar_can_hang_or_end_the_engine(chat: Chat, name: str) -> None:
     failed = chat.fail(FRANCE, sampling=wire.Sampling(grammar=BAD_GRAMMARS[name]))
     assert (failed.code, failed.param) == ("invalid_grammar", "grammar")
     assert time.monotonic() - started < 10
+    assert "Paris" in chat.ask(FRANCE)[0]
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS_GRAMMARS)
+def test_ambiguous_grammar_is_followed(chat: Chat, name: str) -> None:
+    """Followed one stack after the other, most of these take practically for ever."""
+    started = time.monotonic()
+    sampling = wire.Sampling(temperature=0, grammar=AMBIGUOUS_GRAMMARS[name])
+    text, finished = chat.ask(FRANCE, sampling=sampling, max_tokens=12)
+    assert finished.n_completion_tokens > 1
+    assert "any text" in name or set(text) <= set(string.ascii_letters + " .")
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("name", HOPELESS_GRAMMARS)
+def test_hopeless_grammar_fails_soon_and_alone(chat: Chat, name: str) -> None:
+    started = time.monotonic()
+    sampling = wire.Sampling(temperature=0, grammar=HOPELESS_GRAMMARS[name])
+    failed = chat.fail(FRANCE, sampling=sampling)
+    assert (failed.code, failed.param) == ("invalid_grammar", "grammar")
+    assert "too ambiguous" in failed.message
+    assert "in one way only" in failed.message
+    assert time.monotonic() - started < 30
     assert "Paris" in chat.ask(FRANCE)[0]
 
 
@@ -181,6 +233,7 @@ def test_each_cut_leaves_only_the_best_token(chat: Chat, sampling: wire.Sampling
 def test_bad_requests_fail_alone(chat: Chat) -> None:
     grammar = chat.fail(FRANCE, sampling=wire.Sampling(grammar="root ::= ("))
     assert (grammar.code, grammar.param) == ("invalid_grammar", "grammar")
+    assert "line 1, column 11" in grammar.message
     bias = chat.fail(FRANCE, sampling=wire.Sampling(logit_bias={10_000_000: 1.0}))
     assert (bias.code, bias.param) == ("invalid_value", "logit_bias")
     chat.engine.send(wire.Generate(request_id="x", messages_json=b"not json"))

@@ -118,7 +118,8 @@ def test_trees_that_branch_as_it_pays_give_the_same_text(
         assert report.n_accepted > 0
         assert report.draft_length > 1
         judged = [sum(n for n, _, _ in tenths) for tenths in report.judged_drafts]
-        assert judged == [n for n, _ in report.confidence_by_depth]
+        assert sum(n for tenths in report.judged_drafts for _, n, _ in tenths) == report.n_accepted
+        assert report.n_accepted < sum(judged) <= report.n_admitted
 
 
 @pytest.mark.parametrize(

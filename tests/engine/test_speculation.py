@@ -35,8 +35,6 @@ REPORT: dict[str, Any] = {
     "verify_seconds": 0.5,
     "displaced_weight": 1.5,
     "n_token_layers": 1200,
-    "confidence": [[1, 0]] * 9 + [[20, 19]],
-    "confidence_by_depth": [[12, 10]] * 7,
     "judged_drafts": [[[0, 0, 0.0]] * 9 + [[12, 10, 11.25]]] * 7,
     "controller": {"is_paced": True, "state": "paused", "n_pauses": 2, "n_probes": 1, "draft_length": 2.5},
     "costs": {
@@ -197,13 +195,8 @@ def test_report_reaches_the_wire_whole() -> None:
     report = report_to_wire(REPORT)
     assert report is not None
     for name, value in REPORT.items():
-        if name not in (
-            *("disabled_detail", "confidence", "confidence_by_depth"),
-            *("judged_drafts", "controller", "costs"),
-        ):
+        if name not in ("disabled_detail", "judged_drafts", "controller", "costs"):
             assert getattr(report, name) == value, name
-    assert report.confidence[-1] == (20, 19)
-    assert len(report.confidence_by_depth) == 7
     assert report.judged_drafts == [[(0, 0, 0.0)] * 9 + [(12, 10, 11.25)]] * 7
     assert report.is_paced
     assert (report.controller_state, report.n_pauses, report.n_probes) == ("paused", 2, 1)
@@ -228,7 +221,7 @@ def test_report_may_say_more_or_less() -> None:
     assert report_to_wire({}) == SpeculationReport()
 
 
-@pytest.mark.parametrize("damage", [{"n_steps": "many"}, {"confidence": [[1, 2, 3]]}, {"n_accepted": [1]}])
+@pytest.mark.parametrize("damage", [{"n_steps": "many"}, {"judged_drafts": [[[1, 2]]]}, {"n_accepted": [1]}])
 def test_report_that_is_none_is_a_warning_and_no_failure(
     caplog: pytest.LogCaptureFixture, damage: dict[str, Any]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from s2moe.engine.native import ChatTemplate, Library, NativeAnswerParser
 from s2moe.engine.stream.answer import Delta
 
+from chat_families import TAGS, Family
 from llama_model import LlamaModel
 
 REPOSITORY = Path(__file__).parents[2]
@@ -132,6 +133,12 @@ def assert_any_cut_is_the_same(library: Library, chat_json: bytes, text: str) ->
     return whole
 
 
+def assert_no_markup(answer: Answer, family: Family) -> None:
+    for text in (*TAGS, *family.markup):
+        assert text not in answer.content
+        assert text not in answer.reasoning
+
+
 class GrammarOracle:
     """Says which texts a grammar allows, by the vocabulary of a model that can spell anything."""
 
@@ -150,6 +157,13 @@ class GrammarOracle:
 
     def _create(self) -> Any:
         return llama_cpp.llama_sampler_init_grammar(self._model.vocab, self._grammar, b"root")
+
+    def start(self) -> Any:
+        """A sampler at the beginning of a text. The caller frees it."""
+        sampler = self._create()
+        for token in self._model.tokenize(self._prefix) if self._prefix else ():
+            llama_cpp.llama_sampler_accept(sampler, token)
+        return sampler
 
     def allows(self, text: str, *, whole: bool = True) -> bool:
         """Whether the text is of the grammar. whole: False asks for a beginning of such a text."""

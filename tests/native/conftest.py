@@ -12,12 +12,20 @@ import pytest
 from s2moe.engine.native import Library
 from s2moe.engine.native_speculation import N_VERIFY_ROWS, set_batch_invariance
 
+from chat_families import FAMILIES, Family
 from expert_models import write_expert_model
 from fault_control import build_shim
 from gguf_factory import write_random_model
+from llama_model import LlamaModel
 from stored_model import Layout, StoredModel
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(1, str(REPOSITORY / "tests" / "engine"))  # fakes of the engine's tests
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return Library()
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +40,19 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return path
 
     return path_of
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Callable[[str], Path]) -> Iterator[LlamaModel]:
+    """One whose vocabulary spells any text: for grammars."""
+    with LlamaModel(random_model("olmoe")) as opened:
+        yield opened
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    """Each family of templates in turn."""
+    return FAMILIES[request.param]
 
 
 @pytest.fixture(scope="session")

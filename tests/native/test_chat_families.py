@@ -10,7 +10,17 @@ import pytest
 from s2moe.engine.native import Library
 
 from chat_families import FAMILIES, TAGS, Family
-from chat_rig import TIME, USER, WEATHER, Answer, apply, assert_any_cut_is_the_same, parse, template_text
+from chat_rig import (
+    TIME,
+    USER,
+    WEATHER,
+    Answer,
+    apply,
+    assert_any_cut_is_the_same,
+    assert_no_markup,
+    parse,
+    template_text,
+)
 
 CONTENT = "Paris is <em>sunny</em> & 20° [today]: {warm} – ok?"
 PLAIN = "Sure, I look."
@@ -24,28 +34,12 @@ PARALLEL = [name for name, family in FAMILIES.items() if family.parallel]
 TALKERS = [name for name, family in FAMILIES.items() if family.content_before_calls is not None]
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]
-
-
 def chat_of(library: Library, family: Family, **options: Any) -> bytes:
     return apply(library, template_text(family.template), **family.options, **options)
 
 
 def with_tools(library: Library, family: Family) -> bytes:
     return chat_of(library, family, tools=[WEATHER, TIME], parallel_tool_calls=True)
-
-
-def assert_no_markup(answer: Answer, family: Family) -> None:
-    for text in (*TAGS, *family.markup):
-        assert text not in answer.content
-        assert text not in answer.reasoning
 
 
 def assert_calls(answer: Answer, family: Family, *expected: tuple[str, dict[str, Any]]) -> None:
@@ -202,6 +196,33 @@ def test_the_prompt_tells_of_the_tools_and_holds_the_history(library: Library, f
     silent = json.loads(chat_of(library, family, tools=[WEATHER], tool_choice="none"))
     assert "get_weather" not in silent["prompt"]
     assert silent["grammar"] == ""
+
+
+NO_CONTENT_BESIDE_CALLS = ("hermes-3", "gpt-oss", "llama-3.1", "llama-3.3", "mistral-nemo")
+"""Their templates leave out what was said beside calls, gpt-oss's where there is reasoning."""
+NO_CALLS_BESIDE_CONTENT = ("deepseek-r1",)
+SHOWN_REASONING = ("qwen3", "qwen3-no-thinking", "gpt-oss", "ministral-3", "minimax-m2", "glm-4.6")
+"""Their templates show the reasoning of the turn that has not ended yet."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reasoning_content_and_calls_of_one_message_are_rendered(library: Library, name: str) -> None:
+    """No template fails at the three together, and each is in the prompt unless the template omits it."""
+    call_id = "abcdef123"
+    function = {"name": "get_weather", "arguments": '{"city": "Zermatt", "days": 1}'}
+    said = {
+        "role": "assistant",
+        "content": "I look it up.",
+        "reasoning_content": "They want to ski.",
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": call_id, "content": "It snows."}
+    chat = chat_of(library, FAMILIES[name], messages=[*USER, said, result], tools=[WEATHER, TIME])
+    prompt = json.loads(chat)["prompt"]
+    assert ("I look it up." in prompt) is (name not in NO_CONTENT_BESIDE_CALLS)
+    assert ("Zermatt" in prompt) is (name not in NO_CALLS_BESIDE_CONTENT)
+    assert ("They want to ski." in prompt) is (name in SHOWN_REASONING)
+    assert "It snows." in prompt
 
 
 def test_a_message_is_continued(library: Library, family: Family) -> None:

@@ -16,11 +16,6 @@ from chat_rig import TIME, USER, WEATHER, apply, template_text
 QWEN3 = "Qwen-Qwen3-0.6B"
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
 def history(arguments: Any) -> list[dict[str, Any]]:
     function = {"name": "get_weather", "arguments": arguments}
     return [

@@ -48,11 +48,6 @@ KEYS = ("grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens", "gene
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
-@pytest.fixture(scope="module")
 def model(expert_model: Callable[[str], Path], batch_invariance: None) -> Iterator[SpeculationModel]:
     with SpeculationModel(expert_model("q4_0"), n_ctx=512) as model:
         yield model

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,33 +12,7 @@ from s2moe.engine.native import ChatTemplate, Library, NativeError, Status
 
 from chat_rig import GrammarOracle, apply, template_text
 from llama_model import LlamaModel
-
-Schema = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
-@pytest.fixture(scope="module")
-def model(random_model: Callable[[str], Path]) -> Iterator[LlamaModel]:
-    with LlamaModel(random_model("olmoe")) as model:
-        yield model
-
-
-def chat_of(library: Library, schema: Any) -> bytes:
-    return apply(library, template_text("olmoe"), json_schema=schema)
-
-
-def field(schema: Any) -> Schema:
-    """An object with one property of this schema."""
-    return {
-        "type": "object",
-        "properties": {"x": schema},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
+from schema_rig import Schema, chat_of, field, tool
 
 
 def deep(levels: int) -> Schema:
@@ -54,7 +26,8 @@ BOMB = {f"b{i}": {"anyOf": [{"$ref": f"#/$defs/b{i + 1}"}] * 2} for i in range(3
     "b30": {"type": "string"}
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "type": (field({"type": "strin"}), "#/properties/x"),
+    "type": (field({"type": "strin"}), '#/properties/x: type "strin" is unknown; use array'),
+    "no type": (field({"type": []}), "#/properties/x: type must not be empty"),
     "not an object": ([], "#: must be an object"),
     "false": (field(False), "#/properties/x: false"),
     "pattern": (field({"type": "string", "pattern": "^(?!a).*$"}), "#/properties/x: pattern ^(?!a).*$"),
@@ -65,7 +38,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         field({"$ref": "https://example.com/s.json"}),
         "#/properties/x: $ref https://example.com",
     ),
-    "root ref": (field({"$ref": "#"}), "#/properties/x: $ref # is not supported"),
     "ref to no schema": (field({"$ref": "#/properties"}), "leads to what is no schema"),
     "ref that is a number": (field({"$ref": 5}), "#/properties/x: $ref must be a string"),
     "ref to itself": (
@@ -74,14 +46,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "allOf of itself": (
         {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"$ref": "#/$defs/a"}}},
-        "$ref leads back to itself",
+        "#/$defs/a: $ref #/$defs/a leads back to itself",
     ),
     "exponential": (field({"$ref": "#/$defs/b0"}) | {"$defs": BOMB}, "more than 4096 alternatives"),
-    "left recursion": (
-        field({"$ref": "#/$defs/a"})
-        | {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}},
-        "json_schema: ",
-    ),
     "not": (field({"not": {"type": "string"}}), "#/properties/x: not cannot"),
     "if": (field({"if": {}, "then": {}}), "#/properties/x: if cannot"),
     "patternProperties": ({"type": "object", "patternProperties": {"^a": {}}}, "#: patternProperties cannot"),
@@ -104,7 +71,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "no integer": (field({"type": "integer", "minimum": 5, "maximum": 4}), "#/properties/x: no integer"),
     "between": (field({"type": "integer", "exclusiveMinimum": 4, "exclusiveMaximum": 5}), "no integer lies"),
-    "empty enum": (field({"enum": []}), "#/properties/x"),
+    "empty enum": (field({"enum": []}), "#/properties/x: enum must be a list"),
+    "enum of another type": (field({"type": "integer", "enum": ["a"]}), "#/properties/x: enum has no value"),
+    "const of another type": (field({"type": "string", "const": 5}), "#/properties/x: const has no value"),
+    "const outside of enum": (
+        field({"const": 5, "enum": [4]}),
+        "#/properties/x: const is none of the values",
+    ),
     "properties is a list": ({"type": "object", "properties": []}, "#: properties must be an object"),
     "required of others": ({"type": "object", "required": ["y"]}, "#: required names y"),
     "long name": ({"type": "object", "properties": {"_" * 300: {}}}, "#: a property's name is longer"),
@@ -166,11 +139,6 @@ ALLOWED: dict[str, tuple[Any, list[str], list[str]]] = {
         field({"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991}),
         ['{"x": -5}', '{"x": 0}', '{"x": 9007199254740991}'],
         ['{"x": 9007199254740992}', '{"x": "5"}'],
-    ),
-    "huge bound": (
-        field({"type": "integer", "minimum": 10**30}),
-        ['{"x": 7}'],
-        ['{"x": "7"}'],
     ),
     "enum": (field({"enum": ["a", 1, None]}), ['{"x": "a"}', '{"x": 1}', '{"x": null}'], ['{"x": "b"}']),
     "nullable": (field({"type": ["string", "null"]}), ['{"x": "a"}', '{"x": null}'], ['{"x": 1}']),
@@ -277,12 +245,7 @@ def test_what_no_grammar_holds_is_said(library: Library, key: str) -> None:
 
 def test_nothing_is_said_where_all_is_enforced(library: Library) -> None:
     for schema, _, _ in ALLOWED.values():
-        if schema != ALLOWED["huge bound"][0]:
-            assert json.loads(chat_of(library, schema))["unenforced"] == []
-
-
-def tool(parameters: Any, name: str = "f", **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+        assert json.loads(chat_of(library, schema))["unenforced"] == []
 
 
 def test_tools_lose_what_strict_ones_may_not(library: Library) -> None:

@@ -27,11 +27,6 @@ UNSUPPORTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_template(library: Library, template: str, request_name: str) -> None:

@@ -18,11 +18,6 @@ TOKENS = [40, 50, 60, 70]
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
-@pytest.fixture(scope="module")
 def model(random_model: Callable[[str], Path]) -> Iterator[LlamaModel]:
     with LlamaModel(random_model("qwen3moe")) as model:
         yield model

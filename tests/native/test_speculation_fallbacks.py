@@ -91,6 +91,10 @@ def test_plain_decoding_works(undraftable: Path) -> None:
     assert tokens[1:] == expected
     assert report["method"] == "off"
     assert (report["n_steps"], report["n_tokens"], report["n_drafted"]) == (16, 16, 0)
+    # durations are of the evaluations alone, as where drafts are possible
+    assert report["step_durations"]["plain"]["seconds"] == pytest.approx(report["verify_seconds"])
+    assert report["verify_seconds"] > 0
+    assert report["sample_seconds"] > 0
 
 
 def prefilled_sampler(library: Library, model: LlamaModel) -> Sampler:

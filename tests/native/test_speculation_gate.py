@@ -100,11 +100,6 @@ def changed(choices: list[Choice]) -> int:
     return sum(choice.chosen != set(choice.exact) for choice in choices)
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return Library()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operation_equals_the_reference(kind: str, library: Library) -> None:
     n_changed = 0

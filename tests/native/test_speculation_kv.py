@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
 import pytest
 
 from expert_models import variant_of
-from gguf_factory import ARCHITECTURES, write_random_model
 from speculation_model import (
     ADAPTIVE,
     EXACT,
@@ -20,6 +18,7 @@ from speculation_model import (
     assert_branched,
     kv_bytes,
     last_positions,
+    write_small_model,
 )
 from stored_model import PROMPT
 
@@ -71,17 +70,12 @@ def test_a_step_leaves_what_plain_decoding_leaves(
 def test_nothing_is_left_behind_in_thousands_of_iterations(tmp_path: Path, drafts: str, n_steps: int) -> None:
     """No sequence, no cell and no graph: a leak of any would fill the cache, or the log of graphs. Steps are
     of every width, one after another."""
-    llama = ARCHITECTURES["llama"]
-    small = replace(llama, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_ff=32, n_ff_exp=32)
-    path = tmp_path / "small.gguf"
-    write_random_model(path, small)
     options = DRAFTS[drafts] | {"draft_experts": 2}
     # steps without room for drafts would show an adaptive speculator what a token costs
     n_max_least = 1 if drafts == "forced" else 2
     n_widths = N_VERIFY_ROWS + 1 - n_max_least
-    with SpeculationModel(path) as model:
+    with SpeculationModel(write_small_model(tmp_path)) as model:
         model.make_drafts_pay(options)
-        memory = llama_cpp.llama_get_memory(model.context)
         run = Run(model, PROMPT, options, {"temperature": 1, "seed": 7})
         cells = CellCounter(model)
         n_builds = 0
@@ -92,9 +86,7 @@ def test_nothing_is_left_behind_in_thousands_of_iterations(tmp_path: Path, draft
             assert last_positions(model) == [run.position - 1] + [-1] * 7, f"iteration {i}"
             if run.position > N_KEPT:
                 assert cells.count() == run.position, f"iteration {i}"
-                assert llama_cpp.llama_memory_seq_rm(memory, 0, len(PROMPT) - 1, -1)
-                run.answer.tokens.clear()
-                run.answer.rows.clear()
+                run.cut_back()
             if i < 3 * N_VERIFY_ROWS:
                 n_before, n_admitted = n_admitted, model.speculator.report()["n_admitted"]
                 widths.add(n_admitted - n_before)
@@ -122,9 +114,7 @@ def test_trees_that_branch_elsewhere_build_no_graph(expert_model: Callable[[str]
         for i in range(n_steps):
             run.step(N_VERIFY_ROWS)
             if run.position > N_KEPT:
-                memory = llama_cpp.llama_get_memory(model.context)
-                assert llama_cpp.llama_memory_seq_rm(memory, 0, len(PROMPT) - 1, -1)
-                run.answer.tokens.clear()
+                run.cut_back()
             if i == n_steps // 2:
                 n_builds = model.speculator.report()["n_graph_builds"]
         report = run.close().report

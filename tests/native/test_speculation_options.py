@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS
 from s2moe.engine.native import NativeError, Sampler, Status
 from s2moe.engine.native_speculation import Speculator
 
@@ -228,11 +229,10 @@ def test_reports_are_json_of_whole_numbers_and_lists(model: SpeculationModel) ->
     assert report["n_tokens"] == report["n_steps"] + report["n_accepted"] == 16
     assert report["n_committed_rows"] == 16
     assert report["n_token_layers"] == 16 * len(variant_of(NAME).moe_layers)
-    assert len(report["confidence"]) == 10
-    for table in (report["confidence"], report["confidence_by_depth"]):
-        # of siblings behind a rejected draft nothing is known
-        assert report["n_accepted"] == sum(n for _, n in table) <= sum(n for n, _ in table)
-        assert sum(n for n, _ in table) <= report["n_admitted"]
+    judged = [each for tenths in report["judged_drafts"] for each in tenths]
+    # of siblings behind a rejected draft nothing is known
+    assert report["n_accepted"] == sum(n for _, n, _ in judged) <= sum(n for n, _, _ in judged)
+    assert sum(n for n, _, _ in judged) <= report["n_admitted"]
     assert report["verify_seconds"] > 0
     assert report["draft_seconds"] > 0
 
@@ -241,11 +241,8 @@ def test_confidences_are_counted_by_depth_and_tenth(model: SpeculationModel) -> 
     report = model.answer(PROMPT, 32, EXACT).report
     judged = report["judged_drafts"]
     assert [len(tenths) for tenths in judged] == [10] * (N_VERIFY_ROWS - 1)
-    by_depth = [[sum(each[i] for each in tenths) for i in (0, 1)] for tenths in judged]
-    by_tenth = [[sum(each[i] for each in depths) for i in (0, 1)] for depths in zip(*judged, strict=True)]
-    assert by_depth == report["confidence_by_depth"]
-    assert by_tenth == report["confidence"]
-    assert report["n_iterations"] < sum(n for n, _ in by_depth)
+    assert [sum(n for _, n, _ in tenths) for tenths in judged] == report["accepted_by_depth"]
+    assert report["n_iterations"] < sum(n for tenths in judged for n, _, _ in tenths)
     for tenths in judged:
         for tenth, (n, n_accepted, expected) in enumerate(tenths):
             assert n_accepted <= n
@@ -253,6 +250,16 @@ def test_confidences_are_counted_by_depth_and_tenth(model: SpeculationModel) -> 
     # what one answer counted is not the next one's
     again = model.answer(PROMPT, 1, {"method": "off"}).report
     assert sum(n for tenths in again["judged_drafts"] for n, _, _ in tenths) == 0
+
+
+def test_durations_have_the_bounds_that_metrics_show(model: SpeculationModel) -> None:
+    report = model.answer(PROMPT, 8, EXACT).report
+    assert tuple(report["step_duration_bounds"]) == STEP_DURATION_BOUNDS_SECONDS
+    durations = report["step_durations"]
+    for each in durations.values():
+        assert len(each["counts"]) == len(STEP_DURATION_BOUNDS_SECONDS) + 1
+    assert sum(durations["verify"]["counts"]) == report["n_iterations"]
+    assert sum(durations["plain"]["counts"]) == report["n_steps"] - report["n_iterations"]
 
 
 def test_a_sampler_of_a_grammar_that_is_done(model: SpeculationModel) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import pytest
 
 from s2moe.engine.native_experts import Experts
 
 from expert_models import variant_of
-from gguf_factory import ARCHITECTURES, write_random_model
-from speculation_model import EXACT, N_VERIFY_ROWS, Run, SpeculationModel
+from speculation_model import EXACT, N_VERIFY_ROWS, Run, SpeculationModel, write_small_model
 from stored_model import PROMPT, settle
 
 pytestmark = pytest.mark.usefixtures("batch_invariance")
@@ -57,7 +54,10 @@ def test_settings_that_change_times_are_learnt_apart(expert_model: Callable[[str
         {"single_token_bias": False},
         {"draft_experts": k},
         {"max_nodes": 3},
+        {"adaptive": False},
         {"prefetch": False},
+        {"preset": "exact", "prefetch": False},
+        {"method": "cascade"},
     ]
     with SpeculationModel(expert_model(NAME)) as model:
         keys = [regime_of(model, options) for options in distinct]
@@ -110,16 +110,6 @@ def test_states_of_earlier_versions_are_learnt_again(expert_model: Callable[[str
 # ── costs that rule drafting out ────────────────────────────────────────────────────────────────
 
 
-def small_model(directory: Path) -> Path:
-    """Decodes a token in 50 microseconds."""
-    llama = ARCHITECTURES["llama"]
-    path = directory / "small.gguf"
-    write_random_model(
-        path, replace(llama, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_ff=32, n_ff_exp=32)
-    )
-    return path
-
-
 def read_everything(experts: Experts) -> None:
     experts.prefetch([(layer, e) for layer in experts.layers for e in range(len(experts.residency(layer)))])
     settle(experts)
@@ -127,16 +117,13 @@ def read_everything(experts: Experts) -> None:
 
 def run_on(model: SpeculationModel, n_tokens: int) -> list[dict[str, Any]]:
     """Reports after each step of an answer, the KV cache being cut back to the prompt where it is full."""
-    memory = llama_cpp.llama_get_memory(model.context)
     run = Run(model, PROMPT, {"preset": "exact"})
     reports: list[dict[str, Any]] = []
     while not reports or reports[-1]["n_tokens"] < n_tokens:
         run.step()
         reports.append(model.speculator.report())
         if run.position > 200:
-            assert llama_cpp.llama_memory_seq_rm(memory, 0, len(PROMPT) - 1, -1)
-            run.answer.tokens.clear()
-            run.answer.rows.clear()
+            run.cut_back()
     run.close()
     return reports
 
@@ -144,7 +131,7 @@ def run_on(model: SpeculationModel, n_tokens: int) -> list[dict[str, Any]]:
 def test_costs_that_rule_drafting_out_are_measured_again(tmp_path: Path) -> None:
     """Learnt while something else kept the machine busy, and kept over a restart: with every expert in memory
     drafting would stay off for ever."""
-    path = small_model(tmp_path)
+    path = write_small_model(tmp_path)
     with SpeculationModel(path) as model:
         read_everything(model.experts)
         run_on(model, 200)
@@ -229,3 +216,20 @@ def test_a_cascade_tests_no_length_twice(expert_model: Callable[[str], Path]) ->
     # then the better one for 16 steps or more, and without drafts again
     assert drafted[8:24] in ([False] * 16, [True] * 16)
     assert not any(drafted[24:])
+
+
+def test_a_cascade_tests_all_lengths_in_short_answers(expert_model: Callable[[str], Path]) -> None:
+    """There is never room for 4 drafts, so the longest chain that there is room for stands for them."""
+    drafted = []
+    with SpeculationModel(expert_model(NAME)) as model:
+        run = Run(model, PROMPT, {"method": "cascade"})
+        for _ in range(5 * 4 + 2 * 16 + 4):
+            before = model.speculator.report()["n_admitted"]
+            run.step(3)
+            drafted.append(model.speculator.report()["n_admitted"] - before)
+        run.close()
+    assert drafted[:20] == [0] * 4 + [1] * 4 + [2] * 12
+    # then the best one, for 16 steps, or 32 if that is none, and without drafts again
+    n_kept = 32 if drafted[20] == 0 else 16
+    assert set(drafted[20 : 20 + n_kept]) == {drafted[20]}
+    assert drafted[20 + n_kept :][:4] == [0] * 4

@@ -41,7 +41,6 @@ REPORT = SpeculationReport(
     routing_hits=300,
     routing_misses=90,
     routing_extra=60,
-    confidence=[(0, 0), (2, 0), (3, 1), (4, 1), (3, 1), (3, 2), (3, 2), (2, 1), (2, 2), (2, 2)],
     judged_drafts=JUDGED,
     n_graph_builds=3,
     is_paced=True,

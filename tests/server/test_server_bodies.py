@@ -125,12 +125,18 @@ async def drip(sender: Sender) -> None:
         await sender.send(1)
 
 
+async def large_and_slow(rig: ServerRig) -> Sender:
+    """A body that takes most of 1 MiB, of which a part has been read."""
+    sender = Sender(rig, "x" * 700_000)
+    await sender.open()
+    await sender.send(200_000)
+    await asyncio.sleep(0.05)
+    return sender
+
+
 async def test_large_body_waits_for_another_but_small_ones_do_not(start_server: StartServer) -> None:
     rig = await start_server(max_body_size=MIB)
-    first, second = Sender(rig, "x" * 700_000), Sender(rig, "y" * 700_000)
-    await first.open()
-    await first.send(200_000)
-    await asyncio.sleep(0.05)
+    first, second = await large_and_slow(rig), Sender(rig, "y" * 700_000)
     await second.open()
     sending = asyncio.create_task(second.send(len(second.body) + 1000))
     assert (await rig.post(chat())).status_code == 200
@@ -173,15 +179,36 @@ async def test_long_bodies_of_unknown_length_take_turns(start_server: StartServe
     assert (await rig.post(chat("y" * 700_000))).status_code == 200
 
 
+async def test_bodies_of_unknown_length_wait_where_four_wait_for_one_that_is_slow(
+    start_server: StartServer,
+) -> None:
+    rig = await start_server(max_body_size=MIB)
+    slow = await large_and_slow(rig)
+    waiting = [Sender(rig, str(n) * 400_000, chunked=True) for n in range(4)]
+    waiting.append(Sender(rig, "4" * 200_000, chunked=True))
+    sending = []
+    for sender in waiting:
+        await sender.open()
+        sending.append(asyncio.create_task(sender.send(len(sender.body))))
+        await asyncio.sleep(0.05)
+    assert (await rig.post(chat())).status_code == 200
+    short = Sender(rig, "z" * 30_000, chunked=True)
+    await short.open()
+    await short.send(len(short.body))
+    assert await short.status() == 200
+    assert len(rig.engine.requests) == 2  # the four and the fifth wait
+    await slow.send(600_000)
+    assert [await sender.status() for sender in (slow, *waiting)] == [200] * 6
+    await asyncio.gather(*sending)
+    assert len(rig.engine.requests) == 8
+
+
 async def test_body_whose_turn_does_not_come_is_429(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BodyReading, "turn_patience_seconds", 0.3)
     rig = await start_server(max_body_size=MIB)
-    first, second = Sender(rig, "x" * 700_000), Sender(rig, "y" * 700_000)
-    await first.open()
-    await first.send(200_000)
-    await asyncio.sleep(0.05)
+    first, second = await large_and_slow(rig), Sender(rig, "y" * 700_000)
     await second.open()
     await second.send(1000)
     dripping = asyncio.create_task(drip(first))
@@ -199,10 +226,7 @@ async def test_body_whose_turn_does_not_come_is_429(
 
 async def test_client_that_leaves_makes_room(start_server: StartServer) -> None:
     rig = await start_server(max_body_size=MIB)
-    first = Sender(rig, "x" * 700_000)
-    await first.open()
-    await first.send(200_000)
-    await asyncio.sleep(0.05)
+    first = await large_and_slow(rig)
     first.writer.transport.abort()
     assert (await asyncio.wait_for(rig.post(chat("y" * 700_000)), 5)).status_code == 200
 

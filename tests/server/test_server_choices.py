@@ -58,7 +58,7 @@ def test_counts_of_speculation_add_up_and_states_are_the_last_ones() -> None:
         n_drafted=10,
         draft_seconds=0.5,
         acceptance_lengths=[1, 2],
-        confidence=[(1, 1), (4, 2)],
+        admitted_by_depth=[5, 3],
         controller_state="drafting",
         draft_length=2.5,
         verify_fit=CostFit(r2=0.5, n=10),
@@ -68,7 +68,7 @@ def test_counts_of_speculation_add_up_and_states_are_the_last_ones() -> None:
         first,
         n_steps=4,
         acceptance_lengths=[1, 1, 1],
-        confidence=[(2, 0), (0, 0), (3, 3)],
+        admitted_by_depth=[4],
         controller_state="paused",
         draft_length=1.5,
     )
@@ -78,7 +78,7 @@ def test_counts_of_speculation_add_up_and_states_are_the_last_ones() -> None:
     assert total is not None
     assert (total.n_steps, total.n_drafted, total.draft_seconds) == (7, 20, 1.0)
     assert total.acceptance_lengths == [2, 3, 1]
-    assert total.confidence == [(3, 1), (4, 2), (3, 3)]
+    assert total.admitted_by_depth == [9, 3]
     assert (total.method, total.preset, total.controller_state) == ("s2moe", "balanced", "paused")
     assert (total.draft_length, total.error_budget, total.verify_fit) == (1.5, 0.1, CostFit(r2=0.5, n=10))
 

@@ -152,9 +152,13 @@ def speculation_of(tmp_path: Path, *flags: str) -> Speculation:
 
 def test_speculation_that_is_left_open_travels_as_none(tmp_path: Path) -> None:
     assert speculation_of(tmp_path) == Speculation(method="s2moe")
-    assert speculation_of(tmp_path, "--draft-experts", "0", "--max-nodes", "7", "--no-exact") == Speculation(
-        method="s2moe"
-    )
+    assert speculation_of(tmp_path, "--draft-experts", "0", "--no-exact") == Speculation(method="s2moe")
+
+
+def test_each_number_of_drafts_reaches_the_engine(tmp_path: Path) -> None:
+    """Also the most there are: left open, a method may verify more."""
+    told = speculation_of(tmp_path, "--speculation", "expert-skip", "--max-nodes", "7")
+    assert told == Speculation(method="expert-skip", max_nodes=7)
 
 
 def test_flags_of_speculation_reach_the_engine(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stream whose encoder fails: the client gets an error event, and the engine goes on."""
+"""An answer that cannot be encoded: the client gets an error, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import Action, FakeEngine, Generate, finished, started, step
+from fake_engine import Action, FakeEngine, Generate, finished, hello, started, step
 from server_rig import ServerRig, StartServer, chat, events_of
 
 from s2moe.engine.messages import GenerationEvent, Step
 from s2moe.server.answering import GenerationStream
 from s2moe.server.engine_client import EventSink
 from s2moe.server.stream.chat_chunks import ChatChunkEncoder
+from s2moe.server.stream.chat_completion import ChatCompletionBuilder
 
 FATAL = "b"
 """The content that cannot be encoded."""
@@ -64,8 +65,8 @@ def fed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-async def requests_that_ended(rig: ServerRig, finish: str) -> float:
-    labels = {"model": "demo", "api": "chat", "stream": "true", "finish": finish}
+async def requests_that_ended(rig: ServerRig, finish: str, *, stream: bool = True) -> float:
+    labels = {"model": "demo", "api": "chat", "stream": str(stream).lower(), "finish": finish}
     return await rig.sample("s2moe_requests_total", **labels)
 
 
@@ -110,3 +111,79 @@ async def test_end_that_comes_with_the_fatal_step_counts_once(
     await rig.until_idle()
     assert fed_by
     assert [await requests_that_ended(rig, finish) for finish in ("error", "stop", "cancelled")] == [1, 0, 0]
+
+
+def broken(*_: object, **__: object) -> bytes:
+    raise ValueError("secret detail")
+
+
+async def assert_failed_once(rig: ServerRig, *, stream: bool) -> None:
+    await rig.until_idle()
+    ends = [await requests_that_ended(rig, end, stream=stream) for end in ("error", "stop", "cancelled")]
+    assert ends == [1, 0, 0]
+    assert await rig.sample("s2moe_request_failures_total", reason="internal") == 1
+    phases = ("queued", "prefill", "decode")
+    for phase in phases:
+        assert await rig.sample("s2moe_request_cancellations_total", phase=phase, cause="disconnect") == 0
+
+
+@pytest.mark.parametrize("method", ["finish_choice", "finish"])
+async def test_stream_whose_end_cannot_be_encoded_ends_with_an_error_event(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(ChatChunkEncoder, method, broken)
+    rig = await start_server(FakeEngine(slow_letters))
+    reply = await rig.post(chat("x", stream=True))
+    assert "secret" not in reply.text
+    assert json.loads(events_of(reply.text)[-1])["error"]["code"] == "internal_error"
+    await assert_failed_once(rig, stream=True)
+
+
+async def test_end_that_cannot_be_encoded_is_a_failure_even_when_the_engine_was_through(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatChunkEncoder, "finish_choice", broken)
+    rig = await start_server(FakeEngine(hello))  # all at once
+    reply = await rig.post(chat("x", stream=True))
+    assert json.loads(events_of(reply.text)[-1])["error"]["code"] == "internal_error"
+    await rig.until_idle()
+    assert sum([await requests_that_ended(rig, finish) for finish in ("error", "stop")]) == 1
+    assert await rig.sample("s2moe_request_failures_total", reason="internal") == 1
+
+
+@pytest.mark.parametrize("method", ["__init__", "start"])
+async def test_stream_without_a_working_encoder_ends_with_a_plain_error_event(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(ChatChunkEncoder, method, broken)
+    if method == "start":
+        monkeypatch.setattr(ChatChunkEncoder, "fail", broken)
+    rig = await start_server(FakeEngine(slow_letters))
+    reply = await rig.post(chat("x", stream=True))
+    assert reply.status_code == 200
+    assert "secret" not in reply.text
+    kind, data = reply.text.splitlines()[:2]
+    assert kind == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert data == reply.text.strip().splitlines()[-1]
+    await rig.engine.until_aborted("x")
+    await assert_failed_once(rig, stream=True)
+    monkeypatch.undo()
+    assert (await rig.post(chat("y", stream=True))).text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("method", ["feed", "finish_choice", "finish"])
+async def test_whole_answer_that_cannot_be_built_is_a_500_and_counts_as_failed(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(ChatCompletionBuilder, method, broken)
+    rig = await start_server(FakeEngine(slow_letters))
+    reply = await rig.post(chat("x"))
+    assert reply.status_code == 500
+    assert "secret" not in reply.text
+    assert reply.json()["error"]["code"] == "internal_error"
+    if method == "feed":
+        await rig.engine.until_aborted("x")
+    await assert_failed_once(rig, stream=False)
+    monkeypatch.undo()
+    assert (await rig.post(chat("y"))).status_code == 200

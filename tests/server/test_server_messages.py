@@ -366,4 +366,4 @@ async def test_openapi_document_describes_the_endpoints(rig: ServerRig) -> None:
         error = operation["responses"]["429"]["content"]["application/json"]["schema"]["$ref"]
         assert set(schemas[error.rpartition("/")[2]]["properties"]) == {"type", "error", "request_id"}
     content = schemas["MessageTurn"]["properties"]["content"]["anyOf"]
-    assert {kind.get("type") for kind in content} == {"string", "array"}
+    assert {kind.get("type") for kind in content} == {"string", "array", "null"}

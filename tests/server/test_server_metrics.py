@@ -193,6 +193,18 @@ async def test_grammars_that_fail_are_counted_by_what_held_them(
         assert await rig.sample("s2moe_grammar_failures_total", reason=each) == (each == reason)
 
 
+async def test_what_the_check_of_fields_refuses_is_an_http_answer_and_no_failed_request(
+    start_server: StartServer,
+) -> None:
+    rig = await start_server()
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
+    reply = await rig.post(chat(response_format=schema))
+    assert reply.json()["error"]["code"] == "invalid_schema"
+    assert await rig.sample("s2moe_http_requests_total", route=CHAT, method="POST", code="400") == 1
+    assert await rig.sample("s2moe_grammar_failures_total", reason="schema") == 0
+    assert await rig.sample("s2moe_request_failures_total", reason="bad_schema") == 0
+
+
 async def test_time_of_grammars_and_of_steps_is_counted(start_server: StartServer) -> None:
     n_buckets = len(STEP_DURATION_BOUNDS_SECONDS) + 1
     durations = {

@@ -35,6 +35,9 @@ def step(*pieces: bytes, content: str = "", reasoning: str = "", calls: Sequence
         ),
         # all in one speculative step
         ([step(b"why", END_OF_THOUGHT, b"So", reasoning="why", content="So")], [[b"So"]]),
+        # the same, with a text that says the same
+        ([step(b"why", END_OF_THOUGHT, b"why", reasoning="why", content="why")], [[b"why"]]),
+        ([step(b"<think>", b"h", END_OF_THOUGHT, b"hi", reasoning="h", content="hi")], [[b"hi"]]),
         # a first letter that is in the tag, too
         ([step(b"</", b"think", b">", b"in", content="in")], [[b"in"]]),
         ([step(END_OF_THOUGHT, b"<", b"b", content="<"), step(content="b")], [[b"<"], [b"b"]]),

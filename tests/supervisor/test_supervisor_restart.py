@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from supervisor_rig import MakeRig, Rig, generate, gone
 
-from s2moe.engine.messages import Finished
+from s2moe.engine.messages import PROTOCOL_VERSION, Finished
 from s2moe.server.engine_client import EngineDiedError, EngineState, EngineUnavailableError
 from s2moe.server.engine_exit import OomKillCounter
 from s2moe.server.restart_policy import RestartLimits
@@ -300,7 +300,8 @@ async def test_another_protocol_version_is_fatal(make_rig: MakeRig) -> None:
     await rig.supervisor.start()
     async with asyncio.timeout(10):
         await rig.supervisor.gave_up.wait()
-    assert "protocol version 2, this server 1" in rig.supervisor.exit_message
+    versions = f"protocol version {PROTOCOL_VERSION + 1}, this server {PROTOCOL_VERSION}"
+    assert versions in rig.supervisor.exit_message
     assert rig.n_starts == 1
 
 

@@ -1,33 +1,16 @@
 #include "grammar_text.h"
 
 #include <algorithm>
-#include <cctype>
 #include <memory>
 #include <stdexcept>
 
 #include "error.h"
 #include "llama-grammar.h"
+#include "sampling/grammar_fault.h"
+#include "sampling/rule_names.h"
 
 namespace s2moe {
 namespace {
-
-bool is_word(char c) {
-    return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '-';
-}
-
-// Where the literal, character class, token, repetition or comment that begins at `begin` ends; `begin` if none does.
-size_t end_of_opaque(const std::string & grammar, size_t begin) {
-    const char open = grammar[begin];
-    const char close = open == '"' ? '"' : open == '[' ? ']' : open == '<' ? '>' : open == '{' ? '}' : '\n';
-    if (open != '"' && open != '[' && open != '<' && open != '{' && open != '#') {
-        return begin;
-    }
-    size_t i = begin + 1;
-    for (; i < grammar.size() && grammar[i] != close; ++i) {
-        i += grammar[i] == '\\' && open != '#';
-    }
-    return std::min(i + 1, grammar.size());
-}
 
 using grammar_ptr = std::unique_ptr<llama_grammar, decltype(&llama_grammar_free_impl)>;
 
@@ -35,7 +18,9 @@ grammar_ptr parse_grammar(const std::string & grammar) {
     grammar_ptr parsed(llama_grammar_init_impl(nullptr, grammar.c_str(), "root", false, nullptr, 0, nullptr, 0),
                        llama_grammar_free_impl);
     if (parsed == nullptr) {
-        throw std::runtime_error("llama.cpp cannot read the grammar of it");
+        // a place in a text that the client never saw would not help
+        throw std::runtime_error("llama.cpp cannot read the grammar of it: " +
+                                 find_grammar_fault(nullptr, grammar).reason);
     }
     return parsed;
 }
@@ -46,13 +31,11 @@ std::string prefix_rules(const std::string & grammar, const std::string & prefix
     std::string out;
     for (size_t i = 0; i < grammar.size();) {
         size_t end = end_of_opaque(grammar, i);
-        if (end == i && is_word(grammar[i])) {
-            while (end < grammar.size() && is_word(grammar[end])) {
-                ++end;
-            }
+        const size_t n_name = end == i ? rule_name_at(grammar, i).size() : 0;
+        if (n_name > 0) {
             out += prefix;
         }
-        end = std::max(end, i + 1);
+        end = std::max({end, i + n_name, i + 1});
         out.append(grammar, i, end - i);
         i = end;
     }

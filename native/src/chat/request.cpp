@@ -147,8 +147,9 @@ common_chat_tool read_tool(common_json & tool,
     if (!parameters.is_object() || (given(parameters, "type") && parameters.at("type") != "object")) {
         reject(name, "must be a schema of an object");
     }
-    const std::vector<std::string> lost =
-        prepare_schema(parameters, {name, read_bool(function, "strict", /* otherwise */ false), budget});
+    const bool is_strict = read_bool(function, "strict", /* otherwise */ false);
+    const std::vector<std::string> lost = prepare_schema(
+        parameters, {name, is_strict ? schema_strictness::complete : schema_strictness::lenient, budget});
     unenforced.insert(unenforced.end(), lost.begin(), lost.end());
     out.parameters = parameters.dump();
     return out;
@@ -200,7 +201,7 @@ void read_schema(common_json & request, chat_request & out) {
         throw failure(S2MOE_ERROR_GRAMMAR, "json_schema is longer than " + std::to_string(schema_bytes_max) + " bytes");
     }
     schema_budget budget;
-    const std::vector<std::string> lost = prepare_schema(schema, {"json_schema", /* strict */ true, budget});
+    const std::vector<std::string> lost = prepare_schema(schema, {"json_schema", schema_strictness::decisive, budget});
     out.unenforced.insert(out.unenforced.end(), lost.begin(), lost.end());
     if (schema.empty()) {
         schema.set({"$comment", "any JSON"}); // an empty schema means "none" there

@@ -3,13 +3,17 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <utility>
+#include <limits>
+#include <optional>
+
+#include "schema_keywords.h"
 
 namespace s2moe {
 namespace {
 
-constexpr std::array value_limits = {"multipleOf", "minProperties", "maxProperties"};
 constexpr std::array number_limits = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"};
+// Of an integer that a grammar is made for, both ways: llama.cpp takes the ends of int64_t for "no bound".
+constexpr int64_t largest_integer = std::numeric_limits<int64_t>::max() - 1;
 
 // The value of a keyword that counts, or -1. One that a grammar cannot count is left out.
 int64_t
@@ -32,36 +36,85 @@ count(common_json & schema, const std::string & path, const char * key, int64_t 
     return n;
 }
 
+// A pair of bounds in one direction.
+struct bound_keys {
+    const char * inclusive;
+    const char * exclusive;
+    int sign; // 1: from below
+};
+constexpr bound_keys lower = {"minimum", "exclusiveMinimum", 1};
+constexpr bound_keys upper = {"maximum", "exclusiveMaximum", -1};
+
+// The outermost integer within a bound; nothing if the bound lets all through that a grammar is made for.
+std::optional<int64_t> read_bound(common_json & schema,
+                                  const std::string & path,
+                                  const char * key,
+                                  bool is_exclusive,
+                                  int sign,
+                                  schema_report & report) {
+    const common_json & value = schema.at(key);
+    const double number = value.get<double>();
+    // what is beyond int64_t has wrapped around
+    const bool is_integer = value.is_number_integer() && (value.get<int64_t>() < 0) == (number < 0);
+    const bool is_beyond = !is_integer && std::fabs(number) >= 0x1p63;
+    int64_t bound = 0;
+    if (!is_beyond) {
+        bound =
+            is_integer ? value.get<int64_t>() : static_cast<int64_t>(sign > 0 ? std::ceil(number) : std::floor(number));
+    }
+    const bool is_out = is_beyond || bound > largest_integer || bound < -largest_integer;
+    if (is_out && number * sign < 0) {
+        return std::nullopt;
+    }
+    const bool is_next = is_exclusive && (is_integer || static_cast<double>(bound) == number);
+    if (is_out || (is_next && bound * sign == largest_integer)) {
+        report.lose(schema,
+                    path,
+                    key,
+                    "leaves none of the integers that a grammar is made for, " + std::to_string(-largest_integer) +
+                        " to " + std::to_string(largest_integer));
+        return std::nullopt;
+    }
+    return is_next ? bound + sign : bound;
+}
+
+// Replaces a pair by its inclusive bound.
+std::optional<int64_t>
+join_bounds(common_json & schema, const std::string & path, const bound_keys & keys, schema_report & report) {
+    bool is_exclusive = false; // in draft 4, a truth value beside the inclusive bound
+    if (schema.contains(keys.exclusive) && schema.at(keys.exclusive).is_boolean()) {
+        is_exclusive = schema.at(keys.exclusive).get<bool>();
+        schema.erase(keys.exclusive);
+    }
+    std::optional<int64_t> bound;
+    for (const char * key : {keys.inclusive, keys.exclusive}) {
+        if (!schema.contains(key)) {
+            continue;
+        }
+        if (!schema.at(key).is_number()) {
+            report.fail(path, std::string(key) + " must be a number");
+        }
+        const bool is_outside = key == keys.exclusive || is_exclusive;
+        const auto other = read_bound(schema, path, key, is_outside, keys.sign, report);
+        if (other && (!bound || (keys.sign > 0 ? *other > *bound : *other < *bound))) {
+            bound = other;
+        }
+        schema.erase(key);
+    }
+    return bound;
+}
+
 void integer_limits(common_json & schema, const std::string & path, schema_report & report) {
-    for (const auto & [inclusive, exclusive] :
-         {std::pair{"minimum", "exclusiveMinimum"}, std::pair{"maximum", "exclusiveMaximum"}}) {
-        if (schema.contains(inclusive)) {
-            report.note_if_present(schema, path, exclusive);
-        }
+    const auto low = join_bounds(schema, path, lower, report);
+    const auto high = join_bounds(schema, path, upper, report);
+    if (low && high && *low > *high) {
+        report.fail(path, "no integer lies between the bounds");
     }
-    const auto bound = [&](const char * key) { return schema.at(key).get<double>(); };
-    const bool has_low = schema.contains("minimum") || schema.contains("exclusiveMinimum");
-    const bool has_high = schema.contains("maximum") || schema.contains("exclusiveMaximum");
-    // the converter writes up to 16 digits, and any number of them between two bounds
-    const double largest = has_low && has_high ? 1e18 : 1e14;
-    bool in_range = true;
-    for (const char * key : number_limits) {
-        in_range = in_range && (!schema.contains(key) || std::fabs(bound(key)) <= largest);
+    if (low) {
+        schema["minimum"] = *low;
     }
-    if (!in_range) {
-        for (const char * key : number_limits) {
-            if (schema.contains(key)) {
-                report.drop(schema, path, key);
-            }
-        }
-    } else if (has_low && has_high) {
-        const double low =
-            schema.contains("minimum") ? std::ceil(bound("minimum")) : std::floor(bound("exclusiveMinimum")) + 1;
-        const double high =
-            schema.contains("maximum") ? std::floor(bound("maximum")) : std::ceil(bound("exclusiveMaximum")) - 1;
-        if (low > high) {
-            report.fail(path, "no integer lies between the bounds");
-        }
+    if (high) {
+        schema["maximum"] = *high;
     }
 }
 
@@ -81,23 +134,17 @@ void prepare_counts(common_json & schema,
 }
 
 void prepare_limits(common_json & schema, const std::string & path, schema_report & report) {
-    for (const char * key : value_limits) {
-        report.note_if_present(schema, path, key);
+    const bool may_be_integer = schema.contains("type") && allows_type(schema, "integer");
+    if (!may_be_integer && !allows_type(schema, "number")) {
+        return;
     }
-    bool is_integer = schema.contains("type") && schema.at("type") == "integer";
-    if (schema.contains("type") && schema.at("type").is_array()) {
-        for (const common_json & type : schema.at("type")) {
-            is_integer = is_integer || type == "integer";
-        }
-    }
-    for (const char * key : number_limits) {
-        if (!is_integer) {
+    report.note_if_present(schema, path, "multipleOf");
+    if (allows_type(schema, "number")) {
+        for (const char * key : number_limits) {
             report.note_if_present(schema, path, key);
-        } else if (schema.contains(key) && !schema.at(key).is_number()) {
-            report.drop(schema, path, key); // draft 4 has true and false here
         }
     }
-    if (is_integer) {
+    if (may_be_integer) {
         integer_limits(schema, path, report);
     }
 }

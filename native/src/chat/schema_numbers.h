@@ -19,7 +19,7 @@ void prepare_counts(common_json & schema,
                     int64_t maximum,
                     schema_report & report);
 
-// Bounds of values. Integers have them in grammars; numbers do not.
+// Bounds of values. Grammars have them for integers, up to those of int64_t; for numbers they do not.
 void prepare_limits(common_json & schema, const std::string & path, schema_report & report);
 
 } // namespace s2moe

@@ -1,4 +1,4 @@
-// References of a JSON schema into itself.
+// References of a JSON schema into itself, as spell_refs() left them.
 
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "json.h"
+#include "schema_report.h"
 
 namespace s2moe {
 
@@ -15,13 +16,14 @@ constexpr int schema_depth_max = 48; // levels of schemas
 
 class schema_refs {
   public:
-    // `name` begins error messages.
-    schema_refs(common_json & root, const std::string & name) : root(root), name(name) {
+    schema_refs(common_json & root, const schema_report & report) : root(root), report(report) {
     }
 
-    // The schema that `ref`, in the schema at `path`, leads to. Only schemas can be referred to, not the objects that
-    // hold them, and each has one spelling: the path that a walk from the root gives it.
+    // The schema that `ref`, in the schema at `path`, leads to.
     common_json & resolve(const std::string & ref, const std::string & path) const;
+
+    // The path of that schema: the one that a walk from the root gives it.
+    static std::string path_of(const std::string & ref);
 
     // The schema behind a chain of references; `schema` itself if it is none.
     const common_json & resolve_chain(const common_json & schema, const std::string & path) const;
@@ -29,14 +31,12 @@ class schema_refs {
     static constexpr size_t n_alternatives_max = 4096;
 
     // How many schemas one value may have to be compared with, at most n_alternatives_max + 1. llama.cpp walks over
-    // all of them and does not remember where it was.
+    // all of them and does not remember where it was. Throws failure if one of them is behind itself.
     size_t count_alternatives(const common_json & schema, const std::string & path, int depth = 0);
-
-    [[noreturn]] void fail(const std::string & path, const std::string & what) const;
 
   private:
     common_json & root;
-    const std::string & name;
+    const schema_report & report;
     std::map<std::string, size_t> counted;
     std::set<std::string> open;
 };

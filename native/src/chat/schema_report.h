@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -16,12 +18,12 @@ class schema_report {
     }
 
     [[noreturn]] void fail(const std::string & path, const std::string & what) const {
-        throw failure(S2MOE_ERROR_GRAMMAR, options.name + " at " + path + ": " + what);
+        throw failure(S2MOE_ERROR_GRAMMAR, options.name + " at " + place(path) + ": " + what);
     }
 
     // A keyword that takes part in deciding what is valid and cannot be kept.
     void lose(common_json & schema, const std::string & path, const char * key, const std::string & why) {
-        if (options.strict) {
+        if (!is_lenient()) {
             fail(path, std::string(key) + " " + why);
         }
         drop(schema, path, key);
@@ -35,8 +37,16 @@ class schema_report {
 
     // One that the converter passes over.
     void note(const std::string & path, const std::string & key) {
-        if (notes.size() < n_notes_max) {
-            notes.push_back(options.name + " at " + path + ": " + key);
+        const bool is_limit = key != "format";
+        if (is_limit && options.strictness == schema_strictness::complete) {
+            fail(path, key + " cannot be enforced, but the schema is strict; leave it out, or ask without strict");
+        }
+        const std::string text = options.name + " at " + place(path) + ": " + key;
+        // however many formats there are, one that is more is told
+        const bool is_told = notes.size() < n_notes_max || (is_limit && !has_limits);
+        if (is_told && std::find(notes.begin(), notes.end(), text) == notes.end()) {
+            notes.push_back(text);
+            has_limits = has_limits || is_limit;
         }
     }
 
@@ -46,8 +56,23 @@ class schema_report {
         }
     }
 
-    bool is_strict() const {
-        return options.strict;
+    // A schema was copied: what is found in the copy is told of the place where the client wrote it.
+    void add_copy(const std::string & path, const std::string & written_at) {
+        copies[path] = written_at;
+    }
+
+    // Where the client wrote what stands at a path now.
+    std::string place(const std::string & path) const {
+        for (const auto & [copy, written_at] : copies) {
+            if (path.rfind(copy, 0) == 0 && (path.size() == copy.size() || path[copy.size()] == '/')) {
+                return written_at + path.substr(copy.size());
+            }
+        }
+        return path;
+    }
+
+    bool is_lenient() const {
+        return options.strictness == schema_strictness::lenient;
     }
     schema_budget & budget() {
         return options.budget;
@@ -60,7 +85,9 @@ class schema_report {
     static constexpr size_t n_notes_max = 100;
 
     const schema_options & options;
+    std::map<std::string, std::string> copies;
     std::vector<std::string> notes;
+    bool has_limits = false; // more than formats
 };
 
 } // namespace s2moe

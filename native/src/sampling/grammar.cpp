@@ -5,6 +5,8 @@
 #include <string>
 
 #include "error.h"
+#include "grammar_fault.h"
+#include "llama-grammar.h"
 #include "llama.h"
 
 namespace s2moe {
@@ -14,7 +16,7 @@ constexpr size_t grammar_bytes_max = 64 * 1024;
 constexpr size_t generated_bytes_max = 2 * 1024 * 1024; // of tools and schemas, which have bounds of their own
 constexpr int grammar_depth_max = 200;
 
-using sampler_ptr = std::unique_ptr<llama_sampler, decltype(&llama_sampler_free)>;
+using grammar_ptr = std::unique_ptr<llama_grammar, decltype(&llama_grammar_free_impl)>;
 
 [[noreturn]] void reject(const std::string & key) {
     throw failure(S2MOE_ERROR_INVALID, key + " must be what s2moe_chat_apply() returned");
@@ -40,39 +42,47 @@ void check_bounds(const std::string & grammar, size_t bytes_max) {
     if (grammar.size() > bytes_max) {
         throw failure(S2MOE_ERROR_GRAMMAR, "the grammar is longer than " + std::to_string(bytes_max) + " bytes");
     }
-    if (grammar.find('\0') != std::string::npos) {
-        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar contains a NUL character");
+    if (const size_t at = grammar.find('\0'); at != std::string::npos) {
+        throw failure(S2MOE_ERROR_GRAMMAR, place_in(grammar, at) + ": the grammar contains a NUL character");
     }
     int depth = 0;
-    for (const char c : grammar) {
-        depth += c == '(' ? 1 : c == ')' ? -1 : 0;
+    for (size_t at = 0; at < grammar.size(); ++at) {
+        depth += grammar[at] == '(' ? 1 : grammar[at] == ')' ? -1 : 0;
         if (depth > grammar_depth_max) {
             throw failure(S2MOE_ERROR_GRAMMAR,
-                          "the grammar nests more than " + std::to_string(grammar_depth_max) + " groups");
+                          place_in(grammar, at) + ": the grammar nests more than " + std::to_string(grammar_depth_max) +
+                              " groups");
         }
     }
 }
 
 // common_sampler_init() would leak its chain over a grammar that does not parse.
-sampler_ptr parse(const llama_vocab * vocab, const std::string & grammar) {
-    sampler_ptr parsed(nullptr, llama_sampler_free);
+grammar_ptr parse(const llama_vocab * vocab, const std::string & grammar) {
     try {
-        parsed.reset(llama_sampler_init_grammar(vocab, grammar.c_str(), "root"));
-    } catch (const std::exception & e) {
+        grammar_ptr parsed(llama_grammar_init_impl(vocab, grammar.c_str(), "root", false, nullptr, 0, nullptr, 0),
+                           llama_grammar_free_impl);
+        if (parsed == nullptr) {
+            throw failure(S2MOE_ERROR_GRAMMAR,
+                          "the grammar cannot be used: " + find_grammar_fault(vocab, grammar).text());
+        }
+        if (parsed->stacks.empty()) {
+            throw failure(S2MOE_ERROR_GRAMMAR,
+                          "the grammar allows no text: the rule `root` leads to nothing but itself");
+        }
+        return parsed;
+    } catch (const llama_grammar_too_ambiguous & e) {
         throw failure(S2MOE_ERROR_GRAMMAR, e.what());
     }
-    if (parsed == nullptr) {
-        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar does not parse, or has no rule `root`");
-    }
-    return parsed;
 }
 
 // It would also leak over one that refuses what the prompt holds.
-void check_prefill(const llama_vocab * vocab, llama_sampler * grammar, const std::string & generation_prompt) {
+void check_prefill(const llama_vocab * vocab, llama_grammar & grammar, const std::string & generation_prompt) {
     try {
         for (const llama_token token : prefill_of(vocab, generation_prompt)) {
-            llama_sampler_accept(grammar, token);
+            llama_grammar_accept_impl(grammar, token);
         }
+    } catch (const llama_grammar_too_ambiguous & e) {
+        throw failure(S2MOE_ERROR_GRAMMAR, e.what());
     } catch (const std::exception &) {
         throw failure(S2MOE_ERROR_GRAMMAR, "the message to continue is not the beginning of what the answer must be");
     }
@@ -128,13 +138,13 @@ void read_grammar(const llama_vocab * vocab, const common_json & params, common_
     check_bounds(grammar, given("preserved_tokens") ? generated_bytes_max : grammar_bytes_max);
     // such a grammar begins with what the prompt already holds of the answer
     const bool is_prefilled = given("generation_prompt");
-    const sampler_ptr parsed = parse(vocab, grammar);
+    const grammar_ptr parsed = parse(vocab, grammar);
     out.grammar = common_grammar(is_prefilled ? COMMON_GRAMMAR_TYPE_TOOL_CALLS : COMMON_GRAMMAR_TYPE_USER, grammar);
     out.grammar_lazy = params.value("grammar_lazy", false);
     if (is_prefilled) {
         out.generation_prompt = params.at("generation_prompt").get<std::string>();
         if (!out.grammar_lazy) {
-            check_prefill(vocab, parsed.get(), out.generation_prompt);
+            check_prefill(vocab, *parsed, out.generation_prompt);
         }
     }
     read_triggers(vocab, params, out);

@@ -124,6 +124,13 @@ void speculator::commit(const drafted_tree & tree, const std::vector<int> & path
     }
 }
 
+// Whether a step of cascade was one of the length that it tests or keeps to, as far as there was room for it: in short
+// answers there is never more. A step without any room drafts nothing, whatever the length.
+bool speculator::tells_of_length(const drafted_tree & tree, int n_nodes) const {
+    const int length = learnt->lengths.length();
+    return (n_nodes > 0 || length == 0) && static_cast<int>(tree.nodes.size()) == std::min(length, n_nodes);
+}
+
 std::string speculator::report() const {
     common_json result = counters.to_json();
     result["method"] = method_name(options.method);

@@ -21,7 +21,10 @@ namespace s2moe {
 //
 // Where the costs rule drafting out, whatever is accepted, it pauses as long as they do. But costs of drafts are known
 // from drafts alone, and may have been learnt while something else was running, so there are probes after every 1,024
-// tokens of that; nothing of it touches the states above.
+// tokens of that. None of it changes the state above, but its steps count: they are in the means, its plain tokens wait
+// for the end of a pause, and a probe that it interrupted goes on with the steps and the loss of the last one. Costs
+// may waver, so its tokens add up, from one time to the next, until such a probe, and only the first of these times is
+// a pause that is counted.
 //
 // A pause is 32 tokens, and up to 1,024 while probes fail. A probe is up to 3 drafting steps, and ends early once it
 // has lost the seconds of 1.5 plain tokens. Earlier evidence against drafting counts no more than 6 steps in it, and

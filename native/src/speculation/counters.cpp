@@ -7,16 +7,8 @@ namespace s2moe {
 
 namespace {
 
-template <size_t n> std::vector<int64_t> list(const std::array<int64_t, n> & values) {
+template <typename value, size_t n> std::vector<value> list(const std::array<value, n> & values) {
     return {values.begin(), values.end()};
-}
-
-template <size_t n> common_json pairs(const std::array<std::array<int64_t, 2>, n> & values) {
-    common_json result = common_json::array();
-    for (const auto & each : values) {
-        result.push_back(list(each));
-    }
-    return result;
 }
 
 common_json triples(const calibration::judged_drafts & judged) {
@@ -71,6 +63,7 @@ common_json speculation_counters::to_json() const {
              {{"draft", durations(draft_durations)},
               {"verify", durations(verify_durations)},
               {"plain", durations(plain_durations)}}},
+            {"step_duration_bounds", list(duration_histogram::bounds)},
             {"stall_seconds", stall_seconds},
             {"n_experts_touched", n_experts_touched},
             {"n_experts_exact", n_experts_exact},
@@ -86,8 +79,6 @@ common_json speculation_counters::to_json() const {
             {"routing_hits", routing_hits},
             {"routing_misses", routing_misses},
             {"routing_extra", routing_extra},
-            {"confidence", pairs(confidence)},
-            {"confidence_by_depth", pairs(confidence_by_depth)},
             {"judged_drafts", triples(judged)}};
 }
 

@@ -60,13 +60,11 @@ struct speculation_counters {
     int64_t routing_hits = 0;
     int64_t routing_misses = 0;
     int64_t routing_extra = 0;
-    std::array<std::array<int64_t, 2>, 10> confidence = {};
-    std::array<std::array<int64_t, 2>, depths> confidence_by_depth = {};
     calibration::judged_drafts judged = {};
 
     void add_judged(const calibration::judged_drafts & more);
 
-    // An object with one key per member.
+    // An object with one key per member, and the bounds of the durations.
     common_json to_json() const;
 };
 

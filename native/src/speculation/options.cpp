@@ -190,7 +190,11 @@ speculation_options read_options(const char * json, int k, int n_expert) {
 }
 
 std::string speculation_options::regime_key() const {
-    std::string key = preset + "/" + std::to_string(draft_experts) + "/" + (shared_context ? "shared" : "own");
+    std::string key = std::string(method_name(method)) + "/" + preset + "/" + std::to_string(draft_experts) + "/" +
+                      (shared_context ? "shared" : "own");
+    if (method == draft_method::s2moe && !adaptive) {
+        key += "/fixed"; // the shape of the tree; the other methods have but one
+    }
     if (!prefetch) {
         key += "/no-prefetch";
     }

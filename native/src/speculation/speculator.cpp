@@ -331,8 +331,7 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
         if (tree.used) {
             learnt->pacing.note_admitted(static_cast<int>(tree.nodes.size()));
         }
-    } else if (options.method == draft_method::cascade &&
-               static_cast<int>(tree.nodes.size()) == learnt->lengths.length()) { // or it was cut short
+    } else if (options.method == draft_method::cascade && tells_of_length(tree, n_nodes)) {
         learnt->lengths.end_step(static_cast<int>(tokens.size()), seconds);
     }
     return tokens;
@@ -344,7 +343,9 @@ std::vector<llama_token> speculator::step_plainly(llama_token root, llama_pos po
     token_batch batch;
     batch.add(root, position, {0}, true);
     run_batch(ctx, batch, position, 1, decode_kind::by_width, experts);
+    const double verify_seconds = seconds_since(begun_at);
     std::vector<llama_token> tokens;
+    const auto sample_at = clock::now();
     try {
         check_logits(ctx, 0);
         tokens.push_back(choose(0));
@@ -356,9 +357,9 @@ std::vector<llama_token> speculator::step_plainly(llama_token root, llama_pos po
     ++counters.n_steps;
     ++counters.n_tokens;
     ++counters.n_committed_rows;
-    const double seconds = seconds_since(begun_at);
-    counters.verify_seconds += seconds;
-    counters.plain_durations.add(seconds);
+    counters.sample_seconds += seconds_since(sample_at);
+    counters.verify_seconds += verify_seconds;
+    counters.plain_durations.add(verify_seconds);
     return tokens;
 }
 
@@ -389,14 +390,7 @@ void speculator::accept(const drafted_tree & tree,
                 continue;
             }
             const bool accepted = tree.nodes[i].token == token;
-            const int depth = tree.nodes[i].depth;
-            const double confidence = learnt->confidences.calibrated(tree.nodes[i].confidence, depth);
-            auto & tenth = counters.confidence[std::clamp(static_cast<int>(confidence * 10), 0, 9)];
-            ++tenth[0];
-            tenth[1] += accepted;
-            ++counters.confidence_by_depth[depth - 1][0];
-            counters.confidence_by_depth[depth - 1][1] += accepted;
-            learnt->confidences.observe(tree.nodes[i].confidence, depth, accepted);
+            learnt->confidences.observe(tree.nodes[i].confidence, tree.nodes[i].depth, accepted);
             if (accepted) {
                 next = i;
             }

@@ -59,6 +59,7 @@ class speculator {
     drafted_tree draft(llama_token root, llama_pos position, int n_nodes);
     draft_view evaluate_draft(drafter & by, int parent, llama_token token);
     std::pair<int, int> fixed_shape(int n_nodes) const;
+    bool tells_of_length(const drafted_tree & tree, int n_nodes) const;
     void disable(const char * reason, const std::string & detail);
     void prefetch(std::span<const s2moe_expert_id> missing);
     struct pins;

@@ -29,30 +29,30 @@ void verifier::evaluate(llama_token root,
             is_leaf[each.parent] = false;
         }
     }
-    n_leaves = 0;
+    n_used_sequences = 0;
     std::vector<llama_seq_id> all;
     for (int i = 0; i < n; ++i) {
         if (!is_leaf[i]) {
             continue;
         }
-        all.push_back(n_leaves);
+        all.push_back(n_used_sequences);
         for (int j = i; j >= 0; j = tree[j].parent) {
-            members[j].push_back(n_leaves);
-            sequences[j] = n_leaves;
+            members[j].push_back(n_used_sequences);
+            sequences[j] = n_used_sequences;
         }
-        ++n_leaves;
+        ++n_used_sequences;
     }
     if (n == 0) {
         all = {0};
-        n_leaves = 1;
+        n_used_sequences = 1;
     }
-    if (n_leaves > n_sequences) {
+    if (n_used_sequences > n_sequences) {
         throw failure(S2MOE_ERROR_INTERNAL, "more leaves than the context has sequences");
     }
     if (n > 0) {
         // llama.cpp builds a graph anew when the number of sequences changes, so the root is in all there are
-        for (; n_leaves < n_sequences; ++n_leaves) {
-            all.push_back(n_leaves);
+        for (; n_used_sequences < n_sequences; ++n_used_sequences) {
+            all.push_back(n_used_sequences);
         }
     }
     token_batch batch;
@@ -64,7 +64,7 @@ void verifier::evaluate(llama_token root,
     }
     try {
         llama_memory_t memory = llama_get_memory(ctx);
-        for (llama_seq_id s = 1; s < n_leaves; ++s) {
+        for (llama_seq_id s = 1; s < n_used_sequences; ++s) {
             llama_memory_seq_cp(memory, 0, s, -1, -1);
         }
         const auto use = graphs.of(gated ? n + 1 : 0);
@@ -73,7 +73,7 @@ void verifier::evaluate(llama_token root,
         } else {
             target_gate.forget(n + 1);
         }
-        run_batch(ctx, batch, at, n_leaves, decode_kind::verify, experts);
+        run_batch(ctx, batch, at, n_used_sequences, decode_kind::verify, experts);
     } catch (...) {
         target_gate.end();
         discard();
@@ -92,7 +92,7 @@ void verifier::commit(int node) {
 
 void verifier::discard() {
     llama_memory_t memory = llama_get_memory(ctx);
-    for (llama_seq_id s = 1; s < n_leaves; ++s) {
+    for (llama_seq_id s = 1; s < n_used_sequences; ++s) {
         llama_memory_seq_rm(memory, s, -1, -1);
     }
     llama_memory_seq_rm(memory, 0, position, -1);

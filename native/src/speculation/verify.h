@@ -62,7 +62,7 @@ class verifier {
     llama_pos position = 0;
     std::vector<int> depths;             // of the tree's nodes
     std::vector<llama_seq_id> sequences; // of a leaf below each node
-    int n_leaves = 1; // sequences of the last evaluation: those of leaves, and of the root alone
+    int n_used_sequences = 1;            // of the last evaluation: those of leaves, and of the root alone
 };
 
 } // namespace s2moe
