@@ -66,7 +66,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP_INSTALL) --editable '.[dev]' --config-settings=wheel.cmake=false || $(PIP_FAILED)
 	touch $@
 
-CPP_FILES = $(foreach folder,include llama ggml src src/experts src/speculation tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp))
+CPP_FILES = $(foreach folder,include llama ggml src src/chat src/experts src/sampling src/speculation tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp))
 
 # mypy finds the packages under their import names through a folder of links
 check: $(STAMPS)/dev

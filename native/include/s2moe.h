@@ -689,9 +689,9 @@ S2MOE_API void s2moe_chat_free(s2moe_chat * chat);
  * not, if, patternProperties, …), is an error in "json_schema" and in a function with "strict": true; in another
  * function it is left out. One that limits values and cannot be kept (bounds of numbers that are no integers,
  * multipleOf, uniqueItems, minProperties, maxProperties, a oneOf that may overlap, counts beyond 2000 characters or 500
- * items) is an error in a function with "strict": true, and else left out, as unknown formats are everywhere. docs/api.md
- * has the whole list. What is left out is in
- * "unenforced". At most 48 levels of schemas, 10,000 of them in one, 200 optional properties of one object, 512 tools.
+ * items) is an error in a function with "strict": true, and else left out, as unknown formats are everywhere.
+ * docs/api.md has the whole list. What is left out is in "unenforced". At most 48 levels of schemas, 10,000 of them in
+ * one, 200 optional properties of one object, 512 tools.
  *
  * Errors: S2MOE_ERROR_INVALID (malformed JSON, messages, or tools: the message begins with the place),
  * S2MOE_ERROR_GRAMMAR (a schema cannot be turned into a grammar: the message begins with the place),
