@@ -47,6 +47,46 @@ FAULTS = {
         f'root ::= "a"{{{"9" * 30}}}',
         "line 1, in the rule `root`: a number is too large",
     ),
+    "a range the wrong way round": (
+        'root ::= item\nitem ::= "ä" [a-cz-x]+',
+        "line 2, column 18, in the rule `item`: a range that ends before it begins",
+    ),
+    "a negated range the wrong way round": (
+        "root ::= [^ω-β]",
+        "line 1, column 12, in the rule `root`: a range that ends",
+    ),
+    "an empty class": (
+        'root ::= "[^]" # [\nb ::= []',
+        "line 2, column 7, in the rule `b`: a class that holds no character",
+    ),
+    "an empty negated class": (
+        "root ::= [^]",
+        "line 1, column 10, in the rule `root`: a class that holds no",
+    ),
+    "a class of nothing that a text holds": (
+        r"root ::= [\x00\uD800-\uDFFF\U00110000-\UFFFFFFFF]",
+        "line 1, column 10, in the rule `root`: a class that holds no character",
+    ),
+    "a character beyond Unicode": (
+        r'root ::= "a\U7FFFFFFF"',
+        "line 1, column 12, in the rule `root`: no text holds the character U+7FFFFFFF",
+    ),
+    "an escaped NUL": (
+        r'root ::= "\"a\x00b"',
+        "line 1, column 14, in the rule `root`: no text holds the character U+0000",
+    ),
+    "half of a UTF-16 pair": (
+        r'root ::= "\uD83D\uDE00"',
+        "line 1, column 11, in the rule `root`: no text holds",
+    ),
+    "a token that ends the answer": (
+        'root ::= "a"\r# "\r\nb ::= "b" <[2]>',
+        "line 2, column 11, in the rule `b`: a token that ends an answer",
+    ),
+    "a token beyond the vocabulary": (
+        "root ::= <[4000000000]>",
+        "line 1, column 10, in the rule `root`: the vocabulary has no token 4000000000",
+    ),
     "no such token": ("root ::= <no-such-token>", "in the rule `root`: what stands in <> must be one token"),
     "undefined": ('root ::= "item" item\n', "line 1, column 17: the rule `item` is not defined"),
     "undefined in a group": (
@@ -97,3 +137,17 @@ def test_the_message_names_the_place(library: Library, model: LlamaModel, name: 
     assert caught.value.status == Status.GRAMMAR
     assert expected in caught.value.message
     assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        r"root ::= [^\x00-\x1F] [\x00-\U7FFFFFFF]",
+        r'root ::= "[z-a]" [\]\-a-] # [z-a] "\x00"' + "\n",
+        r'root ::= "\uD7FF\uE000\U0010FFFF" [\uD800-\uE000]',
+        "root ::= [^a] [-] [a-] [^-] [β-ω]",
+        'root ::= "a" !<[2]> <[5]>',
+    ],
+)
+def test_what_answers_can_hold_is_taken(library: Library, model: LlamaModel, grammar: str) -> None:
+    Sampler(library, model._model, {"grammar": grammar}).close()

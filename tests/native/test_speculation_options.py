@@ -97,6 +97,12 @@ def test_values_outside_their_domain_are_named(key: str, value: object, model: S
     assert error.value.message.startswith(key)
 
 
+@pytest.mark.parametrize("value", [K + 1, N_EXPERT + 1])
+def test_a_draft_has_at_most_the_experts_of_a_token(value: int, model: SpeculationModel) -> None:
+    with pytest.raises(NativeError, match=f"^draft_experts must be between 0 and {K}$"):
+        model.speculator.begin({"draft_experts": value})
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "null", '"s2moe"', '{"max_nodes": NaN}', '{"max_nodes": 1e400}'])
 def test_options_that_are_no_object(text: str, model: SpeculationModel) -> None:
     library = model.library
