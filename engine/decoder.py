@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from s2moe.engine.constraint import Constraint
-from s2moe.engine.errors import RequestError
+from s2moe.engine.errors import RequestAbortedError, RequestError
 from s2moe.engine.messages import Generate, SpeculationReport, StepDurations
 from s2moe.engine.model import Model
 from s2moe.engine.native import NativeError, Sampler, Status
@@ -93,6 +93,8 @@ class PlainDecoder:
         try:
             return self._sampler.sample(self._model.context)
         except NativeError as error:
+            if error.status == Status.ABORTED:
+                raise RequestAbortedError from error
             if self._constraint is not None:
                 # a grammar that cannot be followed says so itself, and what to do
                 is_grammar = error.status == Status.GRAMMAR

@@ -119,11 +119,13 @@ class Generation:
             params.update(prompt.constraint.params)
         started = time.monotonic()
         try:
-            sampler = Sampler(self._model.library, self._model.handle, params)
+            sampler = Sampler(self._model.library, self._model.handle, params, self._model.abort)
             if prompt.constraint is not None:
                 self.grammar_seconds = time.monotonic() - started
             return sampler
         except NativeError as error:
+            if error.status == Status.ABORTED:
+                raise RequestAbortedError from error
             if error.status == Status.GRAMMAR and prompt.constraint is not None:
                 raise prompt.constraint.refused(error.message) from error
             # libs2moe begins its message with the key that it rejects

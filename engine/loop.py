@@ -24,7 +24,7 @@ from s2moe.engine.expert_stats import ActivityMeter, cache_gauges
 from s2moe.engine.generation import Generation
 from s2moe.engine.hot_experts import ModelIdentity
 from s2moe.engine.memory import available_bytes, resident_bytes, total_bytes
-from s2moe.engine.memory_guard import DROP_PROMPT_CACHE, SHRINK_CACHE
+from s2moe.engine.memory_guard import DROP_PROMPT_CACHE, GROW_CACHE, SHRINK_CACHE
 from s2moe.engine.model import Model
 from s2moe.engine.native import LibraryNotFoundError, NativeError
 from s2moe.engine.queries import QueryDesk, full, loading, reply_to, send_reply
@@ -384,11 +384,13 @@ class Engine:
         """Keeps the budget; returns what had to be done for it, as EngineStats counts it."""
         if model.guard is None:
             return {}
-        n_drops, n_shrinks = model.guard.n_drops, model.guard.n_shrinks
-        model.guard.check()
+        guard = model.guard
+        n_drops, n_shrinks, n_grows = guard.n_drops, guard.n_shrinks, guard.n_grows
+        guard.check()
         done = {
-            DROP_PROMPT_CACHE: model.guard.n_drops - n_drops,
-            SHRINK_CACHE: model.guard.n_shrinks - n_shrinks,
+            DROP_PROMPT_CACHE: guard.n_drops - n_drops,
+            SHRINK_CACHE: guard.n_shrinks - n_shrinks,
+            GROW_CACHE: guard.n_grows - n_grows,
         }
         return {action: count for action, count in done.items() if count}
 

@@ -656,7 +656,7 @@ class EngineStats(Message, frozen=True, tag=True):
     memory_total_bytes: int = 0
     """gauge: what there is, container limits included; 0 = not known"""
     memory_pressure_events: dict[str, int] = {}
-    """Increments by what was done about it, such as `shrink_cache` or `drop_prompt_cache`."""
+    """Increments by what was done about it, such as `shrink_cache`, `grow_cache` or `drop_prompt_cache`."""
     prompt_cache_entries: int = 0
     """gauge: conversations kept beside the KV cache"""
     prompt_cache_bytes: int = 0

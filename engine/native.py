@@ -26,7 +26,7 @@ from s2moe.engine.stream.answer import Delta
 if TYPE_CHECKING:
     import numpy as np
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_NAME = "libs2moe.so"
 
 
@@ -144,7 +144,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "s2moe_abort_free": (None, [c_void_p]),
     "s2moe_abort_request": (None, [c_void_p]),
     "s2moe_abort_clear": (None, [c_void_p]),
-    "s2moe_sampler_create": (c_void_p, [c_void_p, c_char_p, POINTER(c_int32)]),
+    "s2moe_sampler_create": (c_void_p, [c_void_p, c_char_p, c_void_p, POINTER(c_int32)]),
     "s2moe_sampler_free": (None, [c_void_p]),
     "s2moe_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32, POINTER(c_int32)]),
     "s2moe_sampler_accept_prompt": (c_int32, [c_void_p, POINTER(c_int32), c_int32]),
@@ -277,7 +277,7 @@ class _Handle:
 
 
 class AbortSwitch(_Handle):
-    """s2moe_abort: `request` and `clear` may be called from any thread while a decode runs."""
+    """s2moe_abort: `request` and `clear` may be called from any thread while a native call runs."""
 
     _free = "s2moe_abort_free"
 
@@ -311,10 +311,16 @@ class Sampler(_Handle):
 
     _free = "s2moe_sampler_free"
 
-    def __init__(self, library: Library, model: Any, params: dict[str, Any]) -> None:
-        """Raises NativeError with Status.INVALID (a parameter, named in the message) or Status.GRAMMAR."""
+    def __init__(
+        self, library: Library, model: Any, params: dict[str, Any], abort: AbortSwitch | None = None
+    ) -> None:
+        """`abort`: ends the work on a grammar, also that of sample(), and must outlive the sampler.
+
+        Raises NativeError with Status.INVALID (a parameter, named in the message), GRAMMAR or ABORTED.
+        """
         status = c_int32()
-        handle = library._lib.s2moe_sampler_create(model, json.dumps(params).encode(), byref(status))
+        switch = None if abort is None else abort.handle
+        handle = library._lib.s2moe_sampler_create(model, json.dumps(params).encode(), switch, byref(status))
         super().__init__(library, handle, Status(status.value))
         self._token = c_int32()
 

@@ -162,6 +162,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "s2moe_experts_allocate": (c_int32, [c_void_p, c_uint64]),
     "s2moe_experts_floor_bytes": (c_uint64, [c_void_p]),
     "s2moe_experts_shrink": (c_uint64, [c_void_p, c_uint64]),
+    "s2moe_experts_grow": (c_uint64, [c_void_p, c_uint64]),
     "s2moe_experts_reader": (c_int32, [c_void_p, POINTER(c_void_p)]),
     "s2moe_experts_stats": (None, [c_void_p, POINTER(ExpertStats)]),
     "s2moe_experts_residency": (c_int32, [c_void_p, c_int32, POINTER(c_uint8), c_int32]),
@@ -259,6 +260,11 @@ class Experts(_Handle):
     def shrink(self, capacity_bytes: int) -> int:
         """Returns the bytes that the slots take then. Not during a decode."""
         value: int = self._lib.s2moe_experts_shrink(self.handle, capacity_bytes)
+        return value
+
+    def grow(self, capacity_bytes: int) -> int:
+        """Takes back what shrink() gave up; returns the bytes that slots take then. Not during a decode."""
+        value: int = self._lib.s2moe_experts_grow(self.handle, capacity_bytes)
         return value
 
     # reads

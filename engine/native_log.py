@@ -13,13 +13,16 @@ logger = logging.getLogger(__name__)
 GGML_LOG_LEVEL_ERROR = 4
 _LOG_LEVELS = {3: logging.WARNING, GGML_LOG_LEVEL_ERROR: logging.ERROR}
 """ggml_log_level → ours; the rest of llama.cpp's chatter is for debugging."""
-_EXPECTED_WARNINGS = (
+_EXPECTED = (
     "removing memory module entries",
     "failed to decode, ret = 2",
     "failed with error 1",
     "compute status: 1",
+    "failed to parse grammar",
+    "grammar does not contain a 'root' symbol",
+    "unsupported grammar, left recursion detected",
 )
-"""What llama.cpp warns of when a decode is aborted, which is an ordinary event here."""
+"""What llama.cpp says when a decode is aborted, or a client's grammar is wrong: ordinary events here."""
 
 
 _callbacks: list[Any] = []
@@ -41,11 +44,11 @@ class NativeLog:
         line = text.decode(errors="replace").strip()
         if not line:
             return
-        if level == GGML_LOG_LEVEL_ERROR:
+        is_expected = any(words in line for words in _EXPECTED)
+        if level == GGML_LOG_LEVEL_ERROR and not is_expected:
             with self._lock:
                 self.errors.append(line)
-        expected = any(warning in line for warning in _EXPECTED_WARNINGS)
-        logger.log(logging.DEBUG if expected else _LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
+        logger.log(logging.DEBUG if is_expected else _LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
 
     def explain(self, default: str) -> str:
         """The oldest remembered error, which is usually the cause; later ones only report the failure."""

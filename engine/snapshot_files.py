@@ -37,6 +37,8 @@ MAX_HEADER_BYTES: Final = 1 << 16
 MAX_TOKENS: Final = 10_000_000
 STALE_SECONDS: Final = 3600.0
 """So old a half-written file belongs to nobody."""
+FUTURE_NS: Final = 60 * 10**9
+"""Clocks of machines that share a directory may differ by so much."""
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 SAMPLE_BYTES: Final = 4096
@@ -193,7 +195,7 @@ class SnapshotFiles:
         try:
             with _open(path) as file:
                 return self._parse(path, file)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             self._events[FAILED] += 1
             self._ignore(path, error)
             return None
@@ -235,7 +237,7 @@ class SnapshotFiles:
 
     def _make_room(self, n_bytes: int, used_ns: int, replaced: Path | None = None) -> bool:
         """Removes files last used before `used_ns`, the oldest first, until n_bytes more fit. Nothing is
-        removed when that does not help. Raises OSError."""
+        removed when that does not help. A file that cannot be removed is logged and stays. Raises OSError."""
         files = sorted(each for each in self._files() if each[2] != replaced)
         excess = sum(size for _, size, _ in files) + n_bytes - self._budget_bytes
         oldest = []
@@ -247,19 +249,29 @@ class SnapshotFiles:
         if excess > 0:
             return False
         for path in oldest:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                self._ignore(path, error)
+                return False
             self._forget(path)
         return True
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """When last used, size and path of every snapshot, whoever wrote it."""
+        """When last used, size and path of every snapshot, whoever wrote it. What claims to be of the future,
+        as after a clock that was set back, counts as never used."""
+        end_ns = time.time_ns() + FUTURE_NS
         with os.scandir(self._directory) as found:
             for each in found:
                 if not each.name.endswith(SUFFIX):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     info = each.stat(follow_symlinks=False)
-                    yield info.st_mtime_ns, info.st_size, Path(each.path)
+                    if not stat.S_ISREG(info.st_mode):
+                        yield sys.maxsize, 0, Path(each.path)  # never the oldest: it is not ours to remove
+                        continue
+                    used_ns = info.st_mtime_ns if info.st_mtime_ns < end_ns else 0
+                    yield used_ns, info.st_size, Path(each.path)
 
     def _write_atomically(self, path: Path, parts: Sequence[bytes | memoryview], used_ns: int) -> None:
         """Not synchronised: after a power failure the digest tells. Raises OSError."""

@@ -90,7 +90,7 @@ class Admission:
         Cancelling the wait leaves the queue at once.
         """
         self.check()
-        patience = self._patience()
+        patience = self.patience()
         await self._in_time(self._acquire(), patience)
         self._cutters.add(cut)
         try:
@@ -143,6 +143,18 @@ class Admission:
             self._unsent.discard(task)
             self._show()
 
+    def patience(self) -> float | None:
+        """When a wait that begins now has taken too long, on the event loop's clock."""
+        if not self._timeout_seconds:
+            return None
+        return asyncio.get_running_loop().time() + self._timeout_seconds
+
+    async def until_answering(self, patience: float | None) -> None:
+        """Waits while the engine restarts, for a query that is about to be sent. In any other state the query
+        itself shows whether there is an engine. Raises what slot() raises."""
+        if self._client.state is EngineState.RESTARTING:
+            await self._in_time(self._client.wait_answering(), patience)
+
     def retry_after_seconds(self) -> int:
         """Until one place in the queue should be free: what is left of the running request, by the mean
         service time; at least 1."""
@@ -178,12 +190,6 @@ class Admission:
 
     def _end(self) -> None:
         self._held_is_ending = True
-
-    def _patience(self) -> float | None:
-        """When a wait that begins now has taken too long, on the event loop's clock."""
-        if not self._timeout_seconds:
-            return None
-        return asyncio.get_running_loop().time() + self._timeout_seconds
 
     async def _in_time(self, wait: Coroutine[Any, Any, None], patience: float | None) -> None:
         try:

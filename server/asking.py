@@ -5,7 +5,8 @@ A question needs no place in `admission.Admission`, since the engine answers it 
 two, but any number may not wait either: their texts take memory.
 
 Requests are served one at a time, in the order of arrival. What waits has not been sent to the engine, so a
-client that leaves takes it along; and of long answers only one is being put together.
+client that leaves takes it along; and of long answers only one is being put together. While the engine
+restarts all of them wait, as generations do.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class Asking:
 
     async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
         with self._admission.query() as begin:
+            patience = self._admission.patience()
             async with self._turn:
+                await self._admission.until_answering(patience)
                 begin()
                 began = time.monotonic()
                 try:

@@ -83,9 +83,9 @@ def chat_wire(answering: Answering, body: ChatRequest) -> tuple[bytes, bytes]:
 
 def check_model(answering: Answering, model: str | None) -> None:
     """Raises NotFoundError where only the served model's name is allowed."""
-    if answering.settings.strict_model and model not in (None, answering.alias):
+    if answering.settings.strict_model and model is not None and model != answering.alias:
         raise NotFoundError(
-            f"The model `{model}` is not served here; this server has `{answering.alias}`.",
+            f"The model `{model[:64]}` is not served here; this server has `{answering.alias}`.",
             code="model_not_found",
             param="model",
         )

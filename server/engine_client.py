@@ -140,6 +140,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def wait_answering(self) -> None:
+        """The same for a query, which the engine also takes beside a running request."""
+        ...
+
     async def run(self, request: Generate, sink: EventSink) -> None:
         """Runs one request: hands each of its events to `sink` as it arrives, returns after the last one,
         which is Finished or Failed.

@@ -185,7 +185,8 @@ class EngineFullError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """The server cannot take the request now. Codes: loading, draining, engine_restarting, engine_dead."""
+    """The server cannot take the request now. Codes: loading, draining, engine_restarting, engine_dead,
+    too_many_connections."""
 
     status = 503
     type = "unavailable_error"

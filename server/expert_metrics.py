@@ -25,7 +25,7 @@ PREFETCH_OUTCOMES = ("used", "late", "wasted")
 TIERS = ("pageable",)
 MEMORY_POOLS = ("weights", "kv", "compute", "expert_cache", "prompt_cache", "processes", "reserve")
 MEMORY_DEVICES = ("host",)
-PRESSURE_ACTIONS = ("drop_prompt_cache", "shrink_cache")
+PRESSURE_ACTIONS = ("drop_prompt_cache", "shrink_cache", "grow_cache")
 
 _DISK = LOAD_SOURCES[0]
 _HOST = MEMORY_DEVICES[0]

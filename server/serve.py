@@ -21,6 +21,7 @@ from sse_starlette.sse import AppStatus
 from s2moe.engine.messages import Configure, ModelInfo, Speculation
 from s2moe.server.admission import Admission
 from s2moe.server.app import create_app
+from s2moe.server.connection import OTHER_CONNECTIONS, Connection
 from s2moe.server.engine_client import EngineUnavailableError
 from s2moe.server.metrics import Metrics
 from s2moe.server.own_memory import own_resident_bytes
@@ -157,7 +158,7 @@ async def _serve(settings: Settings, listener: socket.socket, configure: Configu
             "anyone who can reach this address can use the server; set --api-key-file",
             extra={"fields": {"host": settings.host}},
         )
-    server = make_server(app)
+    server = make_server(app, most_connections=settings.queue_size + OTHER_CONNECTIONS)
     signals = _Signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -190,11 +191,14 @@ async def _serve(settings: Settings, listener: socket.socket, configure: Configu
         await asyncio.wait((serving,), timeout=_ANSWER_FLUSH_SECONDS)
 
 
-def make_server(app: object) -> uvicorn.Server:
-    """The HTTP server for `app`, without logs, signals and lifespan of its own."""
+def make_server(app: object, *, most_connections: int | None = None) -> uvicorn.Server:
+    """The HTTP server for `app`, without logs, signals and lifespan of its own. `most_connections`: that may
+    be open; None = any number."""
     return _Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
+            http=Connection,
+            limit_concurrency=most_connections,
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -205,10 +209,14 @@ def make_server(app: object) -> uvicorn.Server:
 
 
 async def shut_down_requests(admission: Admission, timeout_seconds: float) -> None:
-    """Stops admitting, lets the running request go on for the time given, then ends it with an error."""
+    """Stops admitting, lets the running request go on for the time given, then ends it with an error. At once
+    when this is cancelled."""
     admission.drain()
     try:
         await asyncio.wait_for(admission.idle(), timeout_seconds)
+    except asyncio.CancelledError:
+        admission.cut()
+        raise
     except TimeoutError:
         admission.cut()
         with contextlib.suppress(TimeoutError):

@@ -184,9 +184,11 @@ class EngineSupervisor:
 
     async def wait_ready(self) -> None:
         """See EngineClient."""
-        while self._stopping.is_set() or self._state is not EngineState.READY:
-            self._raise_if_never_ready()
-            await self._state_changed.wait()
+        await self._wait_for(EngineState.READY)
+
+    async def wait_answering(self) -> None:
+        """See EngineClient."""
+        await self._wait_for(EngineState.READY, EngineState.BUSY)
 
     async def run(self, request: Generate, sink: EventSink) -> None:
         """See EngineClient.
@@ -544,6 +546,11 @@ class EngineSupervisor:
     def _signal_state_change(self) -> None:
         self._state_changed.set()
         self._state_changed = asyncio.Event()
+
+    async def _wait_for(self, *usable: EngineState) -> None:
+        while self._stopping.is_set() or self._state not in usable:
+            self._raise_if_never_ready()
+            await self._state_changed.wait()
 
     def _raise_if_unavailable(self, *usable: EngineState) -> None:
         self._raise_if_never_ready()

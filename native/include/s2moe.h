@@ -40,7 +40,7 @@ struct llama_model;
 struct llama_context;
 
 /* Raised by any change that breaks a caller compiled against the header before. */
-#define S2MOE_ABI_VERSION 4
+#define S2MOE_ABI_VERSION 5
 
 enum s2moe_status {
     S2MOE_OK = 0,
@@ -207,6 +207,11 @@ S2MOE_API uint64_t s2moe_experts_floor_bytes(const s2moe_experts * experts);
 /* Gives slots back to the system until they take at most capacity_bytes, the least useful first; never below the
  * floor. Returns the bytes that they take then. Not during a decode. */
 S2MOE_API uint64_t s2moe_experts_shrink(s2moe_experts * experts, uint64_t capacity_bytes);
+
+/* Takes slots back that s2moe_experts_shrink() gave up, until all take at most capacity_bytes; never more than
+ * s2moe_experts_allocate() made. They are empty. Returns the bytes that slots take then: with a static list, what they
+ * took before. Not during a decode. */
+S2MOE_API uint64_t s2moe_experts_grow(s2moe_experts * experts, uint64_t capacity_bytes);
 
 /* How experts are read, as JSON: { "io": "direct"|"buffered", "reader": "io_uring"|"threads", "queue_depth",
  * "reason": why not what "auto" prefers, "" if it is }. Freed with s2moe_string_free(). [any thread] */
@@ -386,7 +391,7 @@ S2MOE_API int32_t s2moe_context_memory(const struct llama_context * ctx, struct 
 S2MOE_API int32_t
 s2moe_decode(struct llama_context * ctx, const int32_t * tokens, int32_t n_tokens, int32_t position, bool all_logits);
 
-/* A switch that ends a running decode of one context. */
+/* A switch that ends a running decode of one context, or the work of its sampler on a grammar. */
 typedef struct s2moe_abort s2moe_abort;
 
 /* Installs a switch as ctx's abort callback, replacing any other. Free it after the context. */
@@ -394,10 +399,11 @@ S2MOE_API s2moe_abort * s2moe_abort_create(struct llama_context * ctx);
 S2MOE_API void s2moe_abort_free(s2moe_abort * abort);
 
 /* Makes the running decode, or else the next, return S2MOE_ERROR_ABORTED; on the CPU within one graph node, which
- * is well below a millisecond for one token. Stays set until cleared. [any thread] */
+ * is well below a millisecond for one token. The same goes for creating and sampling with a grammar, as a rule within
+ * 20 ms. Stays set until cleared. [any thread] */
 S2MOE_API void s2moe_abort_request(s2moe_abort * abort);
 
-/* Lets decodes run again. [any thread] */
+/* Lets decodes and samplers run again. [any thread] */
 S2MOE_API void s2moe_abort_clear(s2moe_abort * abort);
 
 /* ── sampling ──────────────────────────────────────────────────────────────────────────────────────────── */
@@ -425,20 +431,25 @@ typedef struct s2moe_sampler s2moe_sampler;
  *                                       grammar may then have 2 MiB
  *                  "thinking"           as s2moe_chat_apply() returned it, to go with any grammar for an answer in a
  *                                       chat: the grammar does not concern reasoning
+ *   abort        ends this call and s2moe_sampler_sample() while they are at work on a grammar, which may take a second
+ *                or two; must outlive the sampler. NULL: nothing does
  *
- * Errors (NULL): last_status, if not NULL, receives S2MOE_ERROR_INVALID (the message names the key) or
+ * Errors (NULL): last_status, if not NULL, receives S2MOE_ERROR_INVALID (the message names the key),
  * S2MOE_ERROR_GRAMMAR (the message names line and column, or the rule; since it quotes names of rules, it is for the
- * client and not for a log).
+ * client and not for a log) or S2MOE_ERROR_ABORTED.
  */
-S2MOE_API s2moe_sampler *
-s2moe_sampler_create(const struct llama_model * model, const char * params_json, int32_t * last_status);
+S2MOE_API s2moe_sampler * s2moe_sampler_create(const struct llama_model * model,
+                                               const char * params_json,
+                                               s2moe_abort * abort,
+                                               int32_t * last_status);
 S2MOE_API void s2moe_sampler_free(s2moe_sampler * sampler);
 
 /*
  * Chooses the next token from the logits at `index` of ctx's last decode (as in llama_get_logits_ith) and adds
  * it to the sampler's history and grammar state. Stores it in *token.
  * Errors: S2MOE_ERROR_INVALID for an index without logits, S2MOE_ERROR_GRAMMAR where the grammar is too ambiguous to be
- * followed within a second or so, S2MOE_ERROR_INTERNAL (also where the grammar allows no token of the vocabulary).
+ * followed within a second or two, S2MOE_ERROR_ABORTED (the sampler can then only be freed), S2MOE_ERROR_INTERNAL (also
+ * where the grammar allows no token of the vocabulary).
  */
 S2MOE_API int32_t s2moe_sampler_sample(s2moe_sampler * sampler,
                                        struct llama_context * ctx,

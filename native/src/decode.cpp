@@ -1,6 +1,5 @@
 #include "decode.h"
 
-#include <atomic>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -137,32 +136,4 @@ int32_t s2moe_decode(llama_context * ctx, const int32_t * tokens, int32_t n_toke
             throw;
         }
     });
-}
-
-struct s2moe_abort {
-    std::atomic<bool> requested = false;
-};
-
-s2moe_abort * s2moe_abort_create(llama_context * ctx) {
-    s2moe_abort * abort = nullptr;
-    s2moe::guard(S2MOE_ERROR_NO_MEMORY, [&] { abort = new s2moe_abort; });
-    if (abort != nullptr) {
-        llama_set_abort_callback(
-            ctx,
-            [](void * data) { return static_cast<s2moe_abort *>(data)->requested.load(std::memory_order_relaxed); },
-            abort);
-    }
-    return abort;
-}
-
-void s2moe_abort_free(s2moe_abort * abort) {
-    delete abort;
-}
-
-void s2moe_abort_request(s2moe_abort * abort) {
-    abort->requested.store(true, std::memory_order_relaxed);
-}
-
-void s2moe_abort_clear(s2moe_abort * abort) {
-    abort->requested.store(false, std::memory_order_relaxed);
 }

@@ -1,10 +1,12 @@
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
 
+#include "abort.h"
 #include "common.h"
 #include "error.h"
 #include "json.h"
@@ -22,6 +24,7 @@ struct s2moe_sampler {
     common_sampler_ptr free; // the same without the grammar; only where there is a gate
     std::optional<s2moe::thinking_gate> gate;
     const llama_vocab * vocab = nullptr;
+    s2moe_abort * abort = nullptr;
 };
 
 namespace {
@@ -147,6 +150,18 @@ common_params_sampling read_params(const llama_model * model, const common_json 
     return out;
 }
 
+// Runs what makes or follows a grammar.
+void at_grammar(s2moe_abort * abort, const std::function<void()> & body) {
+    const s2moe::grammar_abort scope(abort);
+    try {
+        body();
+    } catch (const llama_grammar_too_ambiguous & e) {
+        throw failure(S2MOE_ERROR_GRAMMAR, e.what());
+    } catch (const llama_grammar_aborted & e) {
+        throw failure(S2MOE_ERROR_ABORTED, e.what());
+    }
+}
+
 common_sampler_ptr create(const llama_model * model, common_params_sampling & params) {
     try {
         return common_sampler_ptr(common_sampler_init(model, params));
@@ -192,14 +207,17 @@ llama_token next_token(s2moe_sampler & sampler, llama_context * ctx, int32_t ind
 
 } // namespace
 
-s2moe_sampler * s2moe_sampler_create(const llama_model * model, const char * params_json, int32_t * last_status) {
+s2moe_sampler *
+s2moe_sampler_create(const llama_model * model, const char * params_json, s2moe_abort * abort, int32_t * last_status) {
     std::unique_ptr<s2moe_sampler> sampler;
     const int32_t status = s2moe::guard(S2MOE_ERROR_INVALID, [&] {
         const common_json json = common_json::parse(params_json);
-        common_params_sampling params = read_params(model, json);
         auto made = std::make_unique<s2moe_sampler>();
         made->vocab = llama_model_get_vocab(model);
-        made->impl = create(model, params);
+        made->abort = abort;
+        common_params_sampling params;
+        at_grammar(abort, [&] { params = read_params(model, json); });
+        made->impl = create(model, params); // takes no longer, and would leak if it were aborted
         made->gate = s2moe::thinking_gate::read(json, params);
         if (made->gate) {
             params.grammar = {};
@@ -223,11 +241,7 @@ int32_t s2moe_sampler_sample(s2moe_sampler * sampler, llama_context * ctx, int32
         if (llama_get_logits_ith(ctx, index) == nullptr) {
             throw failure(S2MOE_ERROR_INVALID, "no logits at index " + std::to_string(index));
         }
-        try {
-            *token = next_token(*sampler, ctx, index);
-        } catch (const llama_grammar_too_ambiguous & e) {
-            throw failure(S2MOE_ERROR_GRAMMAR, e.what());
-        }
+        at_grammar(sampler->abort, [&] { *token = next_token(*sampler, ctx, index); });
     });
 }
 

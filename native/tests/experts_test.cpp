@@ -99,6 +99,14 @@ void test_capacity() {
     CHECK(transcript(m) == expected);
     CHECK(s2moe_experts_shrink(m.experts, 0) == floor);
     CHECK(transcript(m) == expected);
+    CHECK(s2moe_experts_grow(m.experts, 0) == floor);
+    CHECK(s2moe_experts_grow(m.experts, 2 * floor) <= 2 * floor);
+    CHECK(m.stats().capacity_bytes > floor);
+    CHECK(transcript(m) == expected);
+    CHECK(s2moe_experts_grow(m.experts, UINT64_MAX) == m.stats().capacity_bytes);
+    CHECK(m.stats().capacity_experts == m.everything().size());
+    CHECK(transcript(m) == expected);
+    CHECK(m.stats().resident_experts > 0);
 }
 
 void test_refuses_bad_ids() {
@@ -145,6 +153,7 @@ void test_memory_is_kept_until_reads_have_landed() {
             transcript(m);
         } else if (i % 4 == 2) {
             s2moe_experts_shrink(m.experts, 0);
+            s2moe_experts_grow(m.experts, UINT64_MAX);
         }
     }
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "check.h"
 
@@ -10,14 +11,14 @@ namespace {
 
 int32_t status_of(const test_model & m, const char * params) {
     int32_t status = 1;
-    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params, &status);
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params, nullptr, &status);
     CHECK((sampler != nullptr) == (status == S2MOE_OK));
     s2moe_sampler_free(sampler);
     return status;
 }
 
 int32_t draw(const test_model & m, const std::string & params) {
-    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), nullptr);
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), nullptr, nullptr);
     CHECK(sampler != nullptr);
     int32_t token = -1;
     CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_OK);
@@ -81,10 +82,10 @@ void test_choices(const test_model & m) {
     CHECK(first == second);
     CHECK(*std::min_element(first.begin(), first.end()) != *std::max_element(first.begin(), first.end()));
 
-    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967294})", nullptr);
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967294})", nullptr, nullptr);
     CHECK(s2moe_sampler_seed(sampler) == 4294967294u);
     s2moe_sampler_free(sampler);
-    sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967295})", nullptr);
+    sampler = s2moe_sampler_create(m.model.get(), R"({"seed": 4294967295})", nullptr, nullptr);
     CHECK(s2moe_sampler_seed(sampler) == 4294967294u); // never "random" when a seed was given
     int32_t token = 0;
     CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), 0, &token) == S2MOE_ERROR_INVALID);
@@ -97,7 +98,7 @@ void test_repeat_penalty_sees_the_prompt(const test_model & m) {
     const auto logits = m.logits();
     const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
     s2moe_sampler * sampler =
-        s2moe_sampler_create(m.model.get(), R"({"temperature": 0, "presence_penalty": 1000})", nullptr);
+        s2moe_sampler_create(m.model.get(), R"({"temperature": 0, "presence_penalty": 1000})", nullptr, nullptr);
     CHECK(s2moe_sampler_accept_prompt(sampler, &best, 1) == S2MOE_OK);
     int32_t token = -1;
     CHECK(s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_OK);
@@ -109,7 +110,7 @@ void test_repeat_penalty_sees_the_prompt(const test_model & m) {
 int32_t follow(const test_model & m, const std::string & grammar, int n_max) {
     const std::string params = R"({"temperature": 0, "grammar": ")" + grammar + "\"}";
     int32_t status = S2MOE_OK;
-    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), &status);
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), nullptr, &status);
     for (int i = 0; i < n_max && status == S2MOE_OK; ++i) {
         int32_t token = -1;
         status = s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token);
@@ -118,8 +119,22 @@ int32_t follow(const test_model & m, const std::string & grammar, int n_max) {
     return status;
 }
 
+// One token of it takes longer than any other grammar's.
+std::string longest_step() {
+    std::string text = "root ::= (x";
+    for (int i = 1; i < 500; ++i) {
+        text += " | x";
+    }
+    text += R"(){0,200}\nx ::= \"a\")";
+    for (int i = 1; i < 200; ++i) {
+        text += R"( | \")" + std::string(1, static_cast<char>('a' + i % 26)) + R"(\")";
+    }
+    return text;
+}
+
 void test_hopeless_grammars_end_with_an_error(const test_model & m) {
-    for (const char * grammar : {
+    for (const std::string & grammar : std::vector<std::string>{
+             longest_step(),
              R"(root ::= . | . root | . root root | . root root root | [a-z] root root)",
              R"(root ::= b root \"x\" | \"y\"\nb ::= c\nc ::= \"a\"?)",
              R"(root ::= ((([a-z]? [a-y]?){0,30} [a-x]?){0,20} [a-w]?){0,10})",
@@ -131,9 +146,41 @@ void test_hopeless_grammars_end_with_an_error(const test_model & m) {
     }
 }
 
+void test_work_on_a_grammar_can_be_aborted(const test_model & m) {
+    s2moe_abort * abort = s2moe_abort_create(m.ctx.get());
+    const std::string params = R"({"temperature": 0, "grammar": ")" + longest_step() + "\"}";
+    int32_t status = S2MOE_OK;
+    s2moe_abort_request(abort);
+    CHECK(s2moe_sampler_create(m.model.get(), params.c_str(), abort, &status) == nullptr);
+    CHECK(status == S2MOE_ERROR_ABORTED);
+    s2moe_abort_clear(abort);
+
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params.c_str(), abort, &status);
+    CHECK(sampler != nullptr);
+    std::chrono::steady_clock::time_point requested;
+    std::thread client([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        requested = std::chrono::steady_clock::now();
+        s2moe_abort_request(abort);
+    });
+    while (status == S2MOE_OK) {
+        int32_t token = -1;
+        status = s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token);
+    }
+    const auto answered = std::chrono::steady_clock::now();
+    client.join();
+    CHECK(status == S2MOE_ERROR_ABORTED);
+    CHECK(answered - requested < std::chrono::milliseconds(500));
+    s2moe_sampler_free(sampler);
+    s2moe_abort_clear(abort);
+    CHECK(follow(m, R"(root ::= \"a\"*)", 1) == S2MOE_OK);
+    llama_set_abort_callback(m.ctx.get(), nullptr, nullptr);
+    s2moe_abort_free(abort);
+}
+
 void test_a_grammar_that_failed_fails_at_once(const test_model & m) {
     const char * params = R"({"temperature": 0, "grammar": "root ::= . | . root | . root root | . root root root"})";
-    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params, nullptr);
+    s2moe_sampler * sampler = s2moe_sampler_create(m.model.get(), params, nullptr, nullptr);
     int32_t token = -1;
     while (s2moe_sampler_sample(sampler, m.ctx.get(), -1, &token) == S2MOE_OK) {
     }
@@ -179,6 +226,7 @@ int main() {
     test_choices(m);
     test_repeat_penalty_sees_the_prompt(m);
     test_hopeless_grammars_end_with_an_error(m);
+    test_work_on_a_grammar_can_be_aborted(m);
     test_a_grammar_that_failed_fails_at_once(m);
     test_ambiguous_grammars_are_followed(m);
     test_long_grammars_are_followed(m);

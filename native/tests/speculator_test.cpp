@@ -39,7 +39,7 @@ struct drafting_model : stored_model {
             }
         }
         CHECK(status == S2MOE_OK);
-        s2moe_sampler * sampler = s2moe_sampler_create(model.get(), R"({"temperature": 0})", nullptr);
+        s2moe_sampler * sampler = s2moe_sampler_create(model.get(), R"({"temperature": 0})", nullptr, nullptr);
         CHECK(sampler != nullptr);
         return sampler;
     }

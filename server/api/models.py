@@ -36,7 +36,7 @@ def router(client: EngineClient, *, alias: str) -> APIRouter:
         # Chat serves any name, but only one model is here to be described.
         if model_id != alias:
             raise NotFoundError(
-                f"The model `{model_id}` is not served here; this server has `{alias}`.",
+                f"The model `{model_id[:64]}` is not served here; this server has `{alias}`.",
                 code="model_not_found",
                 param="model",
             )

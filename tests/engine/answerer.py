@@ -70,7 +70,9 @@ class Answerer:
         self.params: dict[str, Any] = {}
         """Of the sampler, once it was made."""
 
-        def make_sampler(_library: object, _handle: object, params: dict[str, Any]) -> FakeSampler:
+        def make_sampler(
+            _library: object, _handle: object, params: dict[str, Any], _abort: object
+        ) -> FakeSampler:
             self.params = params
             return self.sampler
 

@@ -11,7 +11,7 @@ from fake_model import FakeModel, FakeSampler, FakeSpeculator
 
 from s2moe.engine.constraint import Constraint
 from s2moe.engine.decoder import PlainDecoder, SpeculativeDecoder, create_decoder
-from s2moe.engine.errors import RequestError
+from s2moe.engine.errors import RequestAbortedError, RequestError
 from s2moe.engine.messages import Finished, Sampling, Speculation, Step
 from s2moe.engine.native import NativeError, Status
 
@@ -239,6 +239,15 @@ def test_grammar_that_becomes_too_ambiguous_says_only_that(model: FakeModel) -> 
         decoder.next_tokens(4)
     assert (caught.value.code, caught.value.param) == ("invalid_grammar", "grammar")
     assert caught.value.message == "the grammar is too ambiguous: do this"
+
+
+@pytest.mark.parametrize("grammar", [None, 'root ::= "a"'])
+def test_aborted_sampling_is_no_error(model: FakeModel, grammar: str | None) -> None:
+    sampler = FakeSampler("a")
+    decoder = create(model, sampler, sampling=Sampling(grammar=grammar))
+    sampler.failure = NativeError(Status.ABORTED, "aborted")
+    with pytest.raises(RequestAbortedError):
+        decoder.next_tokens(4)
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────

@@ -137,6 +137,8 @@ BAD_GRAMMARS = {
     + "\n".join(f"s{i} ::= s{i + 1} s{i + 1} | s{i + 1}" for i in range(40))
     + '\ns40 ::= "a"?',
     "nothing fits": "root ::= [z-a]",
+    "no class": "root ::= [^]",
+    "its own end": 'root ::= "a" <|im_end|>',
     "NUL": 'root ::= "a"\0 "b"',
     "left recursion behind what may be empty": 'root ::= b root "x" | "y"\nb ::= c\nc ::= "z"?',
     "nothing but itself": 'root ::= b root\nb ::= c\nc ::= ""',
@@ -156,7 +158,13 @@ AMBIGUOUS_GRAMMARS = {
     "the same alternative": "root ::= (" + " | ".join(['"a"'] * 8000) + ")*",
 }
 """Each has very many ways to read a text, and few stacks of rules to tell them apart."""
+LONGEST_STEP = (
+    f"root ::= ({' | '.join(['x'] * 500)}){{0,200}}\n"
+    f"x ::= {' | '.join(json.dumps(string.ascii_lowercase[i % 26]) for i in range(200))}"
+)
+"""One token of it takes longer than any other grammar's."""
 HOPELESS_GRAMMARS = {
+    "each way many times": LONGEST_STEP,
     "counts in counts": 'root ::= (([a-z]{0,40}){0,40} "a"{0,40}){0,15}',
     "long class": "root ::= "
     + " | ".join(f'class "{n}" root' for n in range(100))
@@ -198,6 +206,44 @@ def test_hopeless_grammar_fails_soon_and_alone(chat: Chat, name: str) -> None:
     assert "in one way only" in failed.message
     assert time.monotonic() - started < 30
     assert "Paris" in chat.ask(FRANCE)[0]
+
+
+@pytest.mark.parametrize("delay_seconds", [0, 0.15])
+def test_cancel_ends_the_work_on_a_grammar(chat: Chat, delay_seconds: float) -> None:
+    """An engine that does not stop soon is taken for hung, and ended."""
+    request = chat.request(FRANCE, sampling=wire.Sampling(temperature=0, grammar=LONGEST_STEP))
+    chat.engine.send(request)
+    started = chat.engine.receive_until(wire.Started)[-1]
+    assert isinstance(started, wire.Started)
+    n_done = started.n_cached_tokens
+    while n_done < started.n_prompt_tokens:
+        progress = chat.engine.receive_until(wire.PrefillProgress)[-1]
+        assert isinstance(progress, wire.PrefillProgress)
+        n_done = progress.n_done_tokens
+    time.sleep(delay_seconds)
+    aborted = time.monotonic()
+    chat.engine.send(wire.Abort(request_id=request.request_id))
+    finished = chat.engine.receive_until(wire.Finished, wire.Failed)[-1]
+    assert isinstance(finished, wire.Finished), finished
+    assert finished.reason == "cancelled"
+    assert time.monotonic() - aborted < 2
+    assert "Paris" in chat.ask(FRANCE)[0]
+
+
+def test_grammars_of_clients_do_not_fill_the_log(
+    spawn: Callable[[], EngineProcess], tiny_model_path: Path
+) -> None:
+    engine = spawn()
+    engine.load(tiny_model_path, n_ctx=2048)
+    chat = Chat(engine)
+    for grammar in ("root ::= (", 'start ::= "a"', 'root ::= root "x" | "y"'):
+        failed = chat.fail(FRANCE, sampling=wire.Sampling(grammar=grammar))
+        assert failed.code == "invalid_grammar"
+    engine.send(wire.Shutdown())
+    assert engine.process.stderr is not None
+    log = engine.process.stderr.read().decode()
+    assert "rammar" not in log
+    assert "ERROR" not in log
 
 
 def test_hopelessly_long_prompt_is_refused_without_tokenising_it(chat: Chat) -> None:

@@ -21,7 +21,10 @@ class Cache:
         self.resident_bytes = resident * MIB
         self.other_bytes = other * MIB
         self.floor_bytes = floor * MIB
-        self.guard = MemoryGuard(self, BUDGET_BYTES, lambda: self.other_bytes + self.resident_bytes)
+        self.now = 0.0
+        self.guard = MemoryGuard(
+            self, BUDGET_BYTES, lambda: self.other_bytes + self.resident_bytes, clock=lambda: self.now
+        )
 
     def stats(self) -> ExpertStats:
         return ExpertStats(capacity_bytes=self.capacity_bytes, resident_bytes=self.resident_bytes)
@@ -30,6 +33,16 @@ class Cache:
         self.capacity_bytes = max(capacity_bytes, self.floor_bytes)
         self.resident_bytes = min(self.resident_bytes, self.capacity_bytes)
         return self.capacity_bytes
+
+    def grow(self, capacity_bytes: int) -> int:
+        self.capacity_bytes = max(self.capacity_bytes, capacity_bytes)
+        return self.capacity_bytes
+
+    def wait(self, seconds: int) -> None:
+        """A check each second."""
+        for _ in range(seconds):
+            self.now += 1
+            self.guard.check()
 
 
 class Conversations:
@@ -106,3 +119,61 @@ def test_floor_is_kept_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert "--memory-budget" in errors[0].getMessage()
+
+
+# ── slots come back ──
+
+
+def test_slots_come_back_when_there_was_room_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache(capacity=600, resident=600, other=450)
+    cache.guard.check()
+    assert cache.capacity_bytes < 550 * MIB
+    cache.other_bytes = 300 * MIB
+    cache.wait(29)
+    assert cache.guard.n_grows == 0
+    with caplog.at_level(logging.INFO):
+        cache.wait(5)
+    assert (cache.capacity_bytes, cache.guard.n_grows) == (600 * MIB, 1)
+    assert "grows" in caplog.text
+    # never more than there was at first
+    cache.wait(100)
+    assert (cache.capacity_bytes, cache.guard.n_grows) == (600 * MIB, 1)
+
+
+def test_room_that_comes_and_goes_brings_no_slots_back() -> None:
+    cache = Cache(capacity=600, resident=600, other=450)
+    cache.guard.check()
+    for _ in range(10):
+        cache.other_bytes = 300 * MIB
+        cache.wait(20)
+        cache.other_bytes = 450 * MIB
+        cache.wait(1)
+    assert (cache.guard.n_shrinks, cache.guard.n_grows) == (1, 0)
+
+
+def test_slots_that_had_to_go_again_come_back_later() -> None:
+    cache = Cache(capacity=600, resident=600, other=450)
+    for seconds in (30, 60, 120):
+        cache.other_bytes = 450 * MIB
+        cache.resident_bytes = cache.capacity_bytes
+        cache.guard.check()
+        cache.other_bytes = 300 * MIB
+        n_grows = cache.guard.n_grows
+        cache.wait(seconds)
+        assert cache.guard.n_grows == n_grows
+        cache.wait(5)
+        assert cache.guard.n_grows == n_grows + 1
+
+
+def test_empty_slots_are_not_taken_for_room() -> None:
+    cache = Cache(capacity=600, resident=600, other=450)
+    cache.guard.check()
+    cache.resident_bytes = 10 * MIB
+    cache.wait(100)
+    assert cache.guard.n_grows == 0
+
+
+def test_no_slot_comes_that_was_never_given_back() -> None:
+    cache = Cache(capacity=600, resident=600, other=10)
+    cache.wait(100)
+    assert cache.guard.n_grows == 0

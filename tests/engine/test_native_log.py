@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from s2moe.engine.native_log import GGML_LOG_LEVEL_ERROR, NativeLog
 
@@ -43,3 +46,24 @@ def test_oldest_error_explains() -> None:
     for text in (b"cause\n", b"consequence\n"):
         callback(GGML_LOG_LEVEL_ERROR, text, None)
     assert log.explain("nothing known") == "cause"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"failed to parse grammar\n",
+        b"grammar does not contain a 'root' symbol\n",
+        b"unsupported grammar, left recursion detected for nonterminal at index 3\n",
+        b"graph_compute: ggml_backend_sched_graph_compute_async failed with error 1\n",
+    ],
+)
+def test_what_clients_cause_is_no_error(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    llama_cpp = FakeLlamaCpp()
+    log = NativeLog(llama_cpp)
+    callback = llama_cpp.callback()
+    assert callback is not None
+    with caplog.at_level(logging.DEBUG):
+        callback(GGML_LOG_LEVEL_ERROR, line, None)
+        callback(GGML_LOG_LEVEL_ERROR, b"the drive is gone\n", None)
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.ERROR]
+    assert log.explain("nothing known") == "the drive is gone"

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import stat
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from s2moe.engine.evaluated_tokens import EvaluatedTokens, token_array
 from s2moe.engine.snapshot_files import (
+    MAGIC,
     SUFFIX,
     SnapshotFiles,
     SnapshotIdentity,
@@ -126,6 +128,48 @@ def test_pipes_links_and_folders_are_ignored(tmp_path: Path) -> None:
     assert folder.files.entries == []
     assert folder.events == {"failed": 3}
     assert (tmp_path / "notes.txt").exists()
+
+
+def test_header_that_is_nested_too_deeply_is_ignored(tmp_path: Path) -> None:
+    header = b'{"x":' + b"[" * 60_000
+    path = tmp_path / f"deep{SUFFIX}"
+    path.write_bytes(MAGIC + struct.pack("<I", len(header)) + header)
+    folder = Folder(tmp_path)
+    assert (folder.files.entries, folder.events) == ([], {"failed": 1})
+
+
+def test_folder_with_the_name_of_a_file_is_never_removed(tmp_path: Path) -> None:
+    (tmp_path / f"folder{SUFFIX}").mkdir()
+    os.utime(tmp_path / f"folder{SUFFIX}", (1, 1))
+    folder = Folder(tmp_path)
+    for seed in (1, 2, 3):
+        folder.write(tokens_of(seed), used_ns=10**18 + seed)
+    assert len(Folder(tmp_path, budget_bytes=12_000).files.entries) == 1
+    assert (tmp_path / f"folder{SUFFIX}").is_dir()
+
+
+def test_file_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Folder(tmp_path, budget_bytes=12_000)
+    assert folder.write(tokens_of(1), used_ns=10**18) is not None
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert folder.write(tokens_of(2), used_ns=10**18 + 1) is None
+    assert "Operation not permitted" in caplog.text
+    Folder(tmp_path, budget_bytes=1)
+
+
+def test_file_of_the_future_makes_room_first(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, budget_bytes=35_000)  # three of them
+    paths = [folder.write(tokens_of(seed), used_ns=10**18 + seed) for seed in (1, 2, 3)]
+    assert paths[1] is not None
+    os.utime(paths[1], (4 * 10**9, 4 * 10**9))
+    assert folder.write(tokens_of(4), used_ns=10**18 + 4) is not None
+    assert [path is not None and path.exists() for path in paths] == [True, False, True]
 
 
 def test_oldest_files_make_room(tmp_path: Path) -> None:

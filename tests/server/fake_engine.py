@@ -169,6 +169,9 @@ class FakeEngine:
                 raise EngineUnavailableError("the engine has stopped for good", self.state)
             await self._changed.wait()
 
+    async def wait_answering(self) -> None:
+        await self.wait_ready()
+
     async def run(self, request: Generate, sink: EventSink) -> None:
         if self.unavailable_times > 0:
             self.unavailable_times -= 1

@@ -350,10 +350,12 @@ def test_second_signal_does_not_wait(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGINT)
             server.until("draining")
             server.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line.startswith("data:")]
             code, _, error = server.end()
     finally:
         server.process.kill()
     assert code == 0, error
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutdown"
 
 
 def test_engine_that_can_never_load_is_one_line_and_exit_code_1(tmp_path: Path) -> None:

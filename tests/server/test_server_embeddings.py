@@ -196,6 +196,15 @@ async def test_client_that_leaves_is_counted_and_asks_no_more(start_server: Star
     assert len(engine.queries) == 1
 
 
+async def test_request_waits_while_the_engine_restarts(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(model=EMBEDDER, answer=embed, state=EngineState.RESTARTING))
+    waiting = asyncio.create_task(ask(rig, input=["a"] * 40))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    rig.engine.set_state(EngineState.READY)
+    assert len((await waiting).json()["data"]) == 40
+
+
 async def test_so_many_requests_may_wait(start_server: StartServer) -> None:
     class SlowEngine(FakeEngine):
         async def ask(self, query: Query) -> QueryReply:

@@ -99,6 +99,7 @@ async def test_unknown_model_is_404(rig: ServerRig) -> None:
     reply = await rig.http.get("/v1/models/other")
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] == "model_not_found"
+    assert len((await rig.http.get("/v1/models/" + "x" * 30_000)).text) < 400
 
 
 async def test_models_are_listed_while_loading(start_server: StartServer) -> None:

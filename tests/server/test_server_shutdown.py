@@ -34,6 +34,18 @@ async def test_running_stream_is_cut_with_an_error_event_after_the_timeout(start
     assert await rig.sample("s2moe_request_cancellations_total", phase="decode", cause="shutdown") == 1
 
 
+async def test_second_signal_cuts_the_running_stream_with_the_same_error(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(endless))
+    running = asyncio.create_task(rig.post(chat("x", stream=True)))
+    await rig.engine.until_running("x")
+    ending = asyncio.create_task(shut_down_requests(rig.admission, 600))
+    await asyncio.sleep(0.1)
+    assert not ending.done()
+    ending.cancel()  # as serve does at the second one
+    assert json.loads(events_of((await running).text)[-1])["error"]["code"] == "shutdown"
+    assert ending.cancelled()
+
+
 async def test_running_whole_request_is_cut_with_a_500(start_server: StartServer) -> None:
     rig = await start_server(FakeEngine(endless_prefill))
     running = asyncio.create_task(rig.post(chat("x")))

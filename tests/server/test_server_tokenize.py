@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -204,7 +205,6 @@ async def test_context_overflow_says_both_numbers(start_server: StartServer) -> 
     ("state", "code"),
     [
         (EngineState.LOADING, "loading"),
-        (EngineState.RESTARTING, "engine_restarting"),
         (EngineState.DEAD, "engine_dead"),
     ],
 )
@@ -216,6 +216,42 @@ async def test_without_an_engine_it_is_503(start_server: StartServer, state: Eng
         assert_error(reply, 503, "unavailable_error", code)
         assert int(reply.headers["retry-after"]) >= 1
     assert await rig.sample("s2moe_requests_rejected_total", reason=code) == len(CALLS)
+
+
+async def test_question_waits_while_the_engine_restarts(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(state=EngineState.RESTARTING))
+    waiting = [asyncio.create_task(ask(rig, path, **body)) for path, body in CALLS]
+    await asyncio.sleep(0.2)
+    assert not any(each.done() for each in waiting)
+    rig.engine.set_state(EngineState.READY)
+    assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200] * len(CALLS)
+
+
+async def test_question_waits_for_a_restart_no_longer_than_a_request(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(state=EngineState.RESTARTING), queue_timeout=0.2)
+    began = time.monotonic()
+    replies = await asyncio.gather(*(ask(rig, "/tokenize", content="a") for _ in range(5)))
+    assert time.monotonic() - began < 0.8  # together, not one after the other
+    for reply in replies:
+        assert_error(reply, 429, "rate_limit_error", "queue_timeout")
+    rig.engine.set_state(EngineState.READY)
+    assert (await ask(rig, "/tokenize", content="a")).status_code == 200
+
+
+async def test_question_that_waits_for_an_engine_which_is_given_up_is_503(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(state=EngineState.RESTARTING))
+    waiting = asyncio.create_task(ask(rig, "/tokenize", content="a"))
+    await asyncio.sleep(0.1)
+    rig.engine.set_state(EngineState.DEAD)
+    assert_error(await waiting, 503, "unavailable_error", "engine_dead")
+
+
+async def test_question_that_waits_for_the_restart_ends_with_the_server(start_server: StartServer) -> None:
+    rig = await start_server(FakeEngine(state=EngineState.RESTARTING))
+    waiting = asyncio.create_task(ask(rig, "/tokenize", content="a"))
+    await asyncio.sleep(0.1)
+    rig.admission.drain()
+    assert_error(await waiting, 503, "unavailable_error", "draining")
 
 
 async def test_while_draining_it_is_503(rig: ServerRig) -> None:

@@ -153,6 +153,22 @@ async def test_kill_fails_every_pending_query_and_the_engine_returns(rig: Rig) -
     assert rig.observer.restarts == ["crash"]
 
 
+async def test_a_query_need_not_wait_for_the_end_of_a_request(rig: Rig) -> None:
+    async with aclosing(generate(rig.supervisor, rig.request("started", "forever"))) as stream:
+        await anext(stream)
+        assert rig.supervisor.state is EngineState.BUSY
+        async with asyncio.timeout(5):
+            await rig.supervisor.wait_answering()
+
+
+async def test_a_query_can_wait_for_the_restart(rig: Rig) -> None:
+    os.kill(rig.pid, signal.SIGKILL)
+    await rig.observer.until(lambda: rig.supervisor.state is EngineState.RESTARTING)
+    async with asyncio.timeout(20):
+        await rig.supervisor.wait_answering()
+    assert await ask(rig, "count:1") == Tokenized(query_id="1", tokens=[0])
+
+
 async def test_death_fails_the_request_and_the_queries_beside_it(rig: Rig) -> None:
     async with aclosing(generate(rig.supervisor, rig.request("started", "step:x", "forever"))) as stream:
         await anext(stream)

@@ -139,6 +139,12 @@ uint64_t s2moe_experts_shrink(s2moe_experts * experts, uint64_t capacity_bytes) 
     return n_bytes;
 }
 
+uint64_t s2moe_experts_grow(s2moe_experts * experts, uint64_t capacity_bytes) {
+    uint64_t n_bytes = 0;
+    guard(S2MOE_ERROR_INTERNAL, [&] { n_bytes = experts->cache.grow(capacity_bytes); });
+    return n_bytes;
+}
+
 int32_t s2moe_experts_reader(const s2moe_experts * experts, char ** reader_json) {
     return guard(S2MOE_ERROR_INTERNAL, [&] { *reader_json = s2moe::copy_string(experts->cache.reader_json()); });
 }

@@ -224,17 +224,44 @@ uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
             --n_left;
         }
     }
-    uint64_t n_bytes = 0;
-    uint64_t n_slots = 0;
-    for (uint32_t s = 0; s < slots.size(); ++s) {
-        if (!slots[s].retired) {
-            n_bytes += layout.classes[class_of_slot(s)].slot_bytes;
-            ++n_slots;
+    return count_slots();
+}
+
+uint64_t expert_cache::grow(uint64_t capacity_bytes) {
+    stop_population();
+    const std::lock_guard lock(mutex);
+    uint64_t retired_bytes = 0;
+    for (size_t i = 0; i < pools.size(); ++i) {
+        retired_bytes += (pools[i].n_slots - n_live(static_cast<int>(i))) * layout.classes[i].slot_bytes;
+    }
+    if (is_static || capacity_bytes <= totals.capacity_bytes || retired_bytes == 0) {
+        return totals.capacity_bytes;
+    }
+    // each class takes in proportion to what it gave
+    const double share = std::min(1.0, static_cast<double>(capacity_bytes - totals.capacity_bytes) / retired_bytes);
+    for (size_t i = 0; i < pools.size(); ++i) {
+        pool & pool = pools[i];
+        auto n_back = static_cast<uint32_t>(std::floor((pool.n_slots - n_live(static_cast<int>(i))) * share));
+        for (uint32_t s = pool.first; s < pool.first + pool.n_slots && n_back > 0; ++s) {
+            if (slots[s].retired) {
+                slots[s].retired = false;
+                pool.free.push_back(s);
+                --n_back;
+            }
         }
     }
-    totals.capacity_bytes = n_bytes;
-    totals.capacity_experts = n_slots;
-    return n_bytes;
+    return count_slots();
+}
+
+// Of those that are not given back; returns their bytes.
+uint64_t expert_cache::count_slots() {
+    totals.capacity_bytes = totals.capacity_experts = 0;
+    for (size_t i = 0; i < pools.size(); ++i) {
+        const uint64_t n_slots = n_live(static_cast<int>(i));
+        totals.capacity_experts += n_slots;
+        totals.capacity_bytes += n_slots * layout.classes[i].slot_bytes;
+    }
+    return totals.capacity_bytes;
 }
 
 int expert_cache::class_of_slot(uint32_t slot) const {

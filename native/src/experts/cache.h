@@ -65,6 +65,7 @@ class expert_cache final : private read_source {
 
     void allocate(uint64_t capacity_bytes);
     uint64_t shrink(uint64_t capacity_bytes);
+    uint64_t grow(uint64_t capacity_bytes);
     uint64_t floor_bytes() const;
 
     // the compute threads, in this order
@@ -215,6 +216,7 @@ class expert_cache final : private read_source {
     uint32_t find_victim(const pool & pool, bool also_pinned) const;
     uint32_t n_hot_max(int slot_class, uint32_t n_slots) const;
     uint32_t n_live(int slot_class) const;
+    uint64_t count_slots();
     std::vector<uint32_t> hot_entries(int slot_class) const;
     void cool(int slot_class, uint32_t n_max);
     void give_up(uint32_t slot);

@@ -8,6 +8,7 @@
 #include "grammar_fault.h"
 #include "llama-grammar.h"
 #include "llama.h"
+#include "terminals.h"
 
 namespace s2moe {
 namespace {
@@ -58,20 +59,20 @@ void check_bounds(const std::string & grammar, size_t bytes_max) {
 
 // common_sampler_init() would leak its chain over a grammar that does not parse.
 grammar_ptr parse(const llama_vocab * vocab, const std::string & grammar) {
-    try {
-        grammar_ptr parsed(llama_grammar_init_impl(vocab, grammar.c_str(), "root", false, nullptr, 0, nullptr, 0),
-                           llama_grammar_free_impl);
-        if (parsed == nullptr) {
-            throw failure(S2MOE_ERROR_GRAMMAR,
-                          "the grammar cannot be used: " + find_grammar_fault(vocab, grammar).text());
-        }
-        if (parsed->stacks.empty()) {
-            throw failure(S2MOE_ERROR_GRAMMAR,
-                          "the grammar allows no text: the rule `root` leads to nothing but itself");
-        }
-        return parsed;
-    } catch (const llama_grammar_too_ambiguous & e) {
-        throw failure(S2MOE_ERROR_GRAMMAR, e.what());
+    grammar_ptr parsed(llama_grammar_init_impl(vocab, grammar.c_str(), "root", false, nullptr, 0, nullptr, 0),
+                       llama_grammar_free_impl);
+    if (parsed == nullptr) {
+        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar cannot be used: " + find_grammar_fault(vocab, grammar).text());
+    }
+    if (parsed->stacks.empty()) {
+        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar allows no text: the rule `root` leads to nothing but itself");
+    }
+    return parsed;
+}
+
+void check_terminals(const llama_vocab * vocab, const std::string & grammar) {
+    if (const auto fault = find_terminal_fault(vocab, grammar)) {
+        throw failure(S2MOE_ERROR_GRAMMAR, "the grammar cannot be used: " + fault->text());
     }
 }
 
@@ -81,8 +82,10 @@ void check_prefill(const llama_vocab * vocab, llama_grammar & grammar, const std
         for (const llama_token token : prefill_of(vocab, generation_prompt)) {
             llama_grammar_accept_impl(grammar, token);
         }
-    } catch (const llama_grammar_too_ambiguous & e) {
-        throw failure(S2MOE_ERROR_GRAMMAR, e.what());
+    } catch (const llama_grammar_too_ambiguous &) {
+        throw;
+    } catch (const llama_grammar_aborted &) {
+        throw;
     } catch (const std::exception &) {
         throw failure(S2MOE_ERROR_GRAMMAR, "the message to continue is not the beginning of what the answer must be");
     }
@@ -135,10 +138,14 @@ void read_grammar(const llama_vocab * vocab, const common_json & params, common_
     if (grammar.empty()) {
         return;
     }
-    check_bounds(grammar, given("preserved_tokens") ? generated_bytes_max : grammar_bytes_max);
+    const bool is_generated = given("preserved_tokens");
+    check_bounds(grammar, is_generated ? generated_bytes_max : grammar_bytes_max);
     // such a grammar begins with what the prompt already holds of the answer
     const bool is_prefilled = given("generation_prompt");
     const grammar_ptr parsed = parse(vocab, grammar);
+    if (!is_generated) {
+        check_terminals(vocab, grammar);
+    }
     out.grammar = common_grammar(is_prefilled ? COMMON_GRAMMAR_TYPE_TOOL_CALLS : COMMON_GRAMMAR_TYPE_USER, grammar);
     out.grammar_lazy = params.value("grammar_lazy", false);
     if (is_prefilled) {

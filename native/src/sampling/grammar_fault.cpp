@@ -60,7 +60,7 @@ grammar_fault parse_fault(const llama_grammar_parser & parser, const std::string
         place = place_in(grammar, begins_with(reason, "expecting preceding") ? operator_before(grammar, at) : at);
     }
     const std::string rule = rule_name_at(grammar, parser.error_at);
-    return {place + (rule.empty() ? "" : ", in the rule " + quoted(rule)), reason};
+    return {place + in_rule(rule), reason};
 }
 
 // Looks for a rule that begins with itself, as llama.cpp does: empty may be what has an alternative without elements.
@@ -159,6 +159,10 @@ std::string place_in(const std::string & grammar, size_t offset) {
         column += (static_cast<unsigned char>(grammar[i]) & 0xC0) != 0x80; // not inside a character
     }
     return line_of(grammar, offset) + ", column " + std::to_string(column);
+}
+
+std::string in_rule(const std::string & name) {
+    return name.empty() ? "" : ", in the rule " + quoted(name);
 }
 
 grammar_fault find_grammar_fault(const llama_vocab * vocab, const std::string & grammar) {

@@ -28,4 +28,7 @@ grammar_fault find_grammar_fault(const llama_vocab * vocab, const std::string & 
 // "line 2, column 7"
 std::string place_in(const std::string & grammar, size_t offset);
 
+// ", in the rule `item`" to go behind it; "" without a name
+std::string in_rule(const std::string & name);
+
 } // namespace s2moe

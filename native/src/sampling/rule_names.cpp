@@ -22,13 +22,17 @@ std::string rule_name_at(const std::string & grammar, size_t begin) {
 
 size_t end_of_opaque(const std::string & grammar, size_t begin) {
     const char open = grammar[begin];
-    const char close = open == '"' ? '"' : open == '[' ? ']' : open == '<' ? '>' : open == '{' ? '}' : '\n';
-    if (open != '"' && open != '[' && open != '<' && open != '{' && open != '#') {
+    if (open == '#') {
+        return std::min(grammar.find_first_of("\r\n", begin), grammar.size());
+    }
+    const char close = open == '"' ? '"' : open == '[' ? ']' : open == '<' ? '>' : '}';
+    if (open != '"' && open != '[' && open != '<' && open != '{') {
         return begin;
     }
+    const bool has_escapes = open == '"' || open == '[';
     size_t i = begin + 1;
     for (; i < grammar.size() && grammar[i] != close; ++i) {
-        i += grammar[i] == '\\' && open != '#';
+        i += has_escapes && grammar[i] == '\\';
     }
     return std::min(i + 1, grammar.size());
 }

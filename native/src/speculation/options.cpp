@@ -174,10 +174,7 @@ speculation_options read_options(const char * json, int k, int n_expert) {
                gate.single_token_bias != chosen->single_token_bias) {
         result.preset = "custom";
     }
-    result.draft_experts = options.integer("draft_experts", 0, n_expert, 0);
-    if (result.draft_experts > k) {
-        reject("draft_experts", "at most " + std::to_string(k) + ", the experts per token of the model");
-    }
+    result.draft_experts = options.integer("draft_experts", 0, k, 0); // no more than the model's own
     if (result.draft_experts == 0) {
         result.draft_experts = std::max(1, k / 4);
     }
