@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,6 +20,18 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("S2MOE_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """The command line sends logs to a stderr that is closed after the test: every later line would fail."""
+    names = ("", "uvicorn", "uvicorn.error", "sse_starlette", "asyncio")
+    levels = {name: logging.getLogger(name).level for name in names}
+    yield
+    root = logging.getLogger()
+    root.handlers[:] = [each for each in root.handlers if type(each) is not logging.StreamHandler]
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -14,10 +14,17 @@ from s2moe.server.engine_client import EngineDiedError, EngineState
 GONE = "The engine process ended unexpectedly."
 
 
-def dies_in_decode(request: Generate) -> list[Action]:
-    if last_text(request) != "victim":
-        return list(hello(request))
-    return [started(request), step(request, "a"), 0.05, EngineDiedError(GONE, generation_began=True)]
+class DiesInDecode:
+    """Answers a "victim" with the engine's death, as soon as `now` is set."""
+
+    def __init__(self) -> None:
+        self.now = asyncio.Event()
+
+    def __call__(self, request: Generate) -> list[Action]:
+        if last_text(request) != "victim":
+            return list(hello(request))
+        died = EngineDiedError(GONE, generation_began=True)
+        return [started(request), step(request, "a"), self.now, died]
 
 
 def dies_in_prefill(request: Generate) -> list[Action]:
@@ -25,11 +32,13 @@ def dies_in_prefill(request: Generate) -> list[Action]:
 
 
 async def test_death_in_a_stream_is_an_error_event_without_done(start_server: StartServer) -> None:
-    rig = await start_server(FakeEngine(dies_in_decode))
+    death = DiesInDecode()
+    rig = await start_server(FakeEngine(death))
     victim = asyncio.create_task(rig.post(chat("victim", stream=True)))
     await rig.engine.until_running("victim")
     queued = asyncio.create_task(rig.post(chat("queued", stream=True)))
     await rig.until_waiting(1)
+    death.now.set()
     events = events_of((await victim).text)
     assert json.loads(events[-1])["error"] == {
         "message": GONE,
@@ -45,7 +54,9 @@ async def test_death_in_a_stream_is_an_error_event_without_done(start_server: St
 
 
 async def test_death_after_the_first_token_discourages_a_retry(start_server: StartServer) -> None:
-    rig = await start_server(FakeEngine(dies_in_decode))
+    death = DiesInDecode()
+    death.now.set()
+    rig = await start_server(FakeEngine(death))
     reply = await rig.post(chat("victim"))
     assert_error(reply, 500, "server_error", "engine_died")
     assert reply.headers["x-should-retry"] == "false"
@@ -67,13 +78,15 @@ async def test_death_in_prefill_of_a_stream_is_an_error_event(start_server: Star
 
 
 async def test_queue_survives_the_restart(start_server: StartServer) -> None:
-    engine = FakeEngine(dies_in_decode)
+    death = DiesInDecode()
+    engine = FakeEngine(death)
     rig = await start_server(engine)
     victim = asyncio.create_task(rig.post(chat("victim")))
     await engine.until_running("victim")
     queued = [asyncio.create_task(rig.post(chat(f"q{i}"))) for i in range(3)]
     await rig.until_waiting(3)
     engine.set_state(EngineState.RESTARTING)
+    death.now.set()
     assert (await victim).status_code == 500
     late = asyncio.create_task(rig.post(chat("late")))
     await rig.until_waiting(4)
