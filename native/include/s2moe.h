@@ -566,7 +566,9 @@ S2MOE_API int32_t s2moe_gate_select(const struct s2moe_gate_settings * settings,
  *                it; it must outlive the speculator.
  *   state_json   what s2moe_speculator_state() returned in an earlier run of the same model, hardware and budget;
  *                NULL or text of another version: costs and confidences are learnt from the first drafts on
- *   last_status  if not NULL: S2MOE_ERROR_NO_MEMORY
+ *   last_status  if not NULL: S2MOE_OK or the error. A context with too few sequences is none: then drafts are chains
+ *
+ * Returns NULL after an error: S2MOE_ERROR_NO_MEMORY, S2MOE_ERROR_INTERNAL.
  */
 S2MOE_API s2moe_speculator * s2moe_speculator_create(struct llama_context * ctx,
                                                      struct llama_context * draft_ctx,

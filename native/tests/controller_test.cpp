@@ -317,6 +317,26 @@ void test_what_is_ruled_out_is_probed_rarely() {
     CHECK(!idle_step(1) && control.n_pauses() == 1); // costs that waver are one pause
 }
 
+void test_probes_end_where_costs_waver() {
+    controller control;
+    for (int i = 0; i < 10; ++i) { // pauses by itself
+        control.end_step(false, 1, 1);
+        control.end_step(true, 1, 3);
+    }
+    CHECK(control.current() == state::paused);
+    for (int i = 0; i < 1'024; ++i) {
+        CHECK(!control.begin_step(false));
+        control.end_step(false, 1, 1);
+    }
+    int n_drafts = 0;
+    for (int i = 0; i < 100; ++i) {
+        const bool draft = control.begin_step(i % 2 != 0);
+        n_drafts += draft;
+        control.end_step(draft, 1, 1.1);
+    }
+    CHECK(n_drafts >= 1 && n_drafts <= 3 + 2 * 3); // one probe of what was ruled out, two of what is in doubt
+}
+
 void test_draft_length() {
     controller control;
     CHECK(control.draft_length() == 0);
@@ -372,6 +392,7 @@ void test_controller() {
     test_a_stall_decides_nothing();
     test_impossible_steps_are_ignored();
     test_what_is_ruled_out_is_probed_rarely();
+    test_probes_end_where_costs_waver();
     test_draft_length();
     test_state_is_kept();
     test_losing_worlds_cost_two_percent_at_most();

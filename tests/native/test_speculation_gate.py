@@ -229,12 +229,15 @@ def test_infinite_scores_have_no_margin(n_rows: int, library: Library) -> None:
 @pytest.mark.usefixtures("batch_invariance")
 @pytest.mark.parametrize("budget", [0.0, 0.01, 0.05, 0.2, 1.0])
 @pytest.mark.parametrize("name", ["q4_k_m", "gpt-oss-mxfp4", "deepseek2-v3-q4_k", "olmoe"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["forced", "adaptive"])
 def test_the_budget_holds_at_every_commit(
-    name: str, budget: float, expert_model: Callable[[str], Path]
+    adaptive: bool, name: str, budget: float, expert_model: Callable[[str], Path]
 ) -> None:
-    options = {"adaptive": False, "error_budget": budget, "reuse_strength": 3, "single_token_bias": True}
+    options = {"adaptive": adaptive, "error_budget": budget, "reuse_strength": 3, "single_token_bias": True}
     n_layers = 0
     with SpeculationModel(expert_model(name), share=0.2) as model:
+        if adaptive:
+            model.make_drafts_pay(options)
         n_moe_layers = len(model.experts.layers)
         run = Run(model, PROMPT, options)
         n_biased = 0
@@ -249,6 +252,7 @@ def test_the_budget_holds_at_every_commit(
             assert report["displaced_weight"] <= budget * n_layers * (1 + 1e-9)
             assert report["error_budget"] == pytest.approx(budget)
             assert (report["displaced_weight"] > 0) == (n_biased > 0)
+        assert report["n_admitted"] > 2 * report["n_steps"]
         run.close()
     if budget == 0:
         assert n_biased == 0

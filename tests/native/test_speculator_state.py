@@ -24,6 +24,11 @@ IDLE_TOKENS = 4
 """Index among the controller's numbers: tokens since the last probe while drafting was ruled out."""
 PAUSE_TOKENS = 1024
 """Between two probes while drafting is ruled out."""
+N_DRAFTING_STEPS = 7
+DRAFTING_SECONDS = 9
+"""Indices among the controller's numbers."""
+GATED: dict[str, Any] = {"preset": "fast", "adaptive": False}
+LONG_PROMPT = [40 + (7 * i) % 200 for i in range(230)]
 
 
 def regimes_of(model: SpeculationModel) -> dict[str, Any]:
@@ -164,11 +169,13 @@ def test_costs_that_rule_drafting_out_are_measured_again(tmp_path: Path) -> None
 # ── drafts that fail, and trees that shrink ─────────────────────────────────────────────────────
 
 
-def test_a_step_whose_draft_failed_is_no_plain_step(expert_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("options", [EXACT, GATED], ids=["exact", "gated"])
+def test_a_step_whose_draft_failed_is_no_plain_step(
+    options: dict[str, Any], expert_model: Callable[[str], Path]
+) -> None:
     """The draft's context fills up: experts are on their way, and time was spent on it."""
-    prompt = [40 + (7 * i) % 200 for i in range(230)]
-    with SpeculationModel(expert_model(NAME), n_ctx=512, draft_n_ctx=256) as model:
-        run = Run(model, prompt, EXACT | {"shared_context": False})
+    with SpeculationModel(expert_model(NAME), share=0.5, n_ctx=512, draft_n_ctx=256) as model:
+        run = Run(model, LONG_PROMPT, options | {"shared_context": False})
         before = model.speculator.report()
         while not (report := model.speculator.report())["disabled_reason"]:
             before = report
@@ -178,8 +185,27 @@ def test_a_step_whose_draft_failed_is_no_plain_step(expert_model: Callable[[str]
         assert report["costs"]["single_seconds"] == before["costs"]["single_seconds"] == 0
         assert report["costs"]["verify"]["n"] == before["costs"]["verify"]["n"]
         assert report["draft_seconds"] > before["draft_seconds"]
+        position = len(LONG_PROMPT) - 1 + before["n_tokens"]
+        n_evaluated = report["n_drafted"] - before["n_drafted"]
+        assert n_evaluated == 256 - position - 1, "what filled the context, but for the root"
         run.step()
         assert model.speculator.report()["costs"]["single_seconds"] > 0, "the steps behind it are plain"
+        run.close()
+
+
+def test_a_prompt_that_the_draft_evaluates_is_not_held_against_drafting(
+    expert_model: Callable[[str], Path],
+) -> None:
+    """With a context of its own, the first draft of an answer evaluates the prompt, and the first after a pause what
+    was decoded meanwhile."""
+    with SpeculationModel(expert_model(NAME), n_ctx=512, draft_n_ctx=512) as model:
+        run = Run(model, LONG_PROMPT, {"preset": "exact", "shared_context": False})
+        while model.speculator.report()["n_drafted"] == 0:
+            run.step()
+        draft_seconds = model.speculator.report()["draft_seconds"]
+        (regime,) = regimes_of(model).values()
+        assert regime["controller"][N_DRAFTING_STEPS] == 1
+        assert 0 < regime["controller"][DRAFTING_SECONDS] < draft_seconds
         run.close()
 
 

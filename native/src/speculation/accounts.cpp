@@ -26,12 +26,15 @@ common_json fit_json(const cost_model::fit & fit) {
 void speculator::learn_costs(const expert_set & touched, bool drafted, double seconds) {
     const int n_rows = static_cast<int>(target->gate().rows().size());
     const auto counts = touched.new_beyond({}, target->gate().resident());
-    verify_costs.observe({n_rows, counts.resident, counts.missing}, seconds);
     if (n_rows == 1) {
         if (!drafted) { // else its experts were read ahead
+            verify_costs.observe({1, counts.resident, counts.missing}, seconds);
             average(learnt->single_seconds, seconds);
         }
         return;
+    }
+    if (n_rows <= S2MOE_N_VERIFY_ROWS) { // wider ones are computed by other kernels
+        verify_costs.observe({n_rows, counts.resident, counts.missing}, seconds);
     }
     const auto added = touched.new_beyond(target->gate().rows().front().chosen, target->gate().resident());
     average(learnt->typical_hits, std::max(nearly_none, static_cast<double>(added.resident) / (n_rows - 1)));

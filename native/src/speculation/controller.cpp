@@ -123,6 +123,9 @@ bool controller::begin_step(bool can_pay) {
         }
         return trying;
     }
+    if (trying) { // not again soon if costs waver
+        idle_tokens = 0;
+    }
     ruled_out = trying = false;
     if (now == state::paused && waited_tokens >= pause_tokens) {
         now = state::probing;

@@ -44,7 +44,7 @@ struct speculation_counters {
     double sample_seconds = 0;
     duration_histogram draft_durations;  // drafts of one step
     duration_histogram verify_durations; // evaluations that verified drafts
-    duration_histogram plain_durations;  // evaluations of one token, nothing drafted
+    duration_histogram plain_durations;  // evaluations of one token, whether drafts were thought of or not
     double stall_seconds = 0;
     int64_t n_experts_touched = 0;
     int64_t n_experts_exact = 0;

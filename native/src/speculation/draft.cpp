@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <stdexcept>
 
@@ -89,8 +90,14 @@ void drafter::begin(llama_token first, llama_pos at, int n_expert_used) {
     k_draft = n_expert_used;
     nodes.clear();
     n_used_sequences = 1;
+    backlog = 0;
     if (!shared) {
+        const size_t n_before = n_evaluated;
+        const auto begun_at = std::chrono::steady_clock::now();
         catch_up(at);
+        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begun_at;
+        const auto n = static_cast<double>(n_evaluated - n_before);
+        backlog = seconds.count() * (1 - std::min(1.0, S2MOE_N_VERIFY_ROWS / std::max(1.0, n)));
     }
 }
 

@@ -50,6 +50,12 @@ class drafter {
     // Takes all temporary rows out.
     void end();
 
+    // Of the last begin(), the seconds spent on tokens that were committed before the last step: a prompt, or what was
+    // decoded while nothing was drafted. 0 with the target's context.
+    double backlog_seconds() const {
+        return backlog;
+    }
+
     bool is_shared() const {
         return shared;
     }
@@ -89,6 +95,7 @@ class drafter {
     int n_used_sequences = 0;
     std::vector<llama_token> committed; // of a context of its own
     size_t n_evaluated = 0;             // of them, in its KV cache
+    double backlog = 0;
 };
 
 } // namespace s2moe

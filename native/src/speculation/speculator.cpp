@@ -216,14 +216,26 @@ drafted_tree speculator::draft(llama_token root, llama_pos position, int n_nodes
     if (!by.is_shared()) {
         by.feed(history);
     }
+    int n_evaluated = 0;
     const draft_surroundings around = {
-        .evaluate = [&](int parent, llama_token token) { return evaluate_draft(by, parent, token); },
+        .evaluate =
+            [&](int parent, llama_token token) {
+                draft_view view = evaluate_draft(by, parent, token);
+                n_evaluated += parent >= 0; // the root is no draft
+                return view;
+            },
         .resident = [&]() -> const expert_set & { return by.resident(); },
         .pin = [&](const expert_set & needed) { pin(needed); },
         .read_ahead = [&](std::span<const s2moe_expert_id> missing) { prefetch(missing); },
         .confidences = learnt->confidences};
     drafted_tree tree;
     const auto begun_at = clock::now();
+    const auto count = [&] {
+        counters.n_drafted += std::max(tree.n_drafted, n_evaluated);
+        const double seconds = seconds_since(begun_at);
+        counters.draft_seconds += seconds;
+        counters.draft_durations.add(seconds);
+    };
     try {
         const temporary_rows until_the_end(by);
         by.begin(root, position, options.draft_experts);
@@ -237,6 +249,7 @@ drafted_tree speculator::draft(llama_token root, llama_pos position, int n_nodes
                                              .typical_misses = learnt->typical_misses});
     } catch (const failure & error) {
         if (error.status == S2MOE_ERROR_ABORTED) {
+            count();
             throw;
         }
         disable(error.status == S2MOE_ERROR_CONTEXT_FULL ? "context_full" : "error", error.what());
@@ -244,10 +257,7 @@ drafted_tree speculator::draft(llama_token root, llama_pos position, int n_nodes
         disable("error", error.what());
     }
     tree.used = true; // also if it failed: experts may be on their way, so the step is no plain one
-    counters.n_drafted += tree.n_drafted;
-    const double seconds = seconds_since(begun_at);
-    counters.draft_seconds += seconds;
-    counters.draft_durations.add(seconds);
+    count();
     return tree;
 }
 
@@ -327,7 +337,9 @@ std::vector<llama_token> speculator::step(llama_token root, llama_pos position, 
     counters.n_tokens += static_cast<int64_t>(tokens.size());
     const double seconds = seconds_since(begun_at);
     if (is_paced()) {
-        learnt->pacing.end_step(tree.used, static_cast<int>(tokens.size()), seconds);
+        // what other steps left to do tells nothing of this one
+        const double backlog = tree.used ? active_drafter().backlog_seconds() : 0;
+        learnt->pacing.end_step(tree.used, static_cast<int>(tokens.size()), seconds - backlog);
         if (tree.used) {
             learnt->pacing.note_admitted(static_cast<int>(tree.nodes.size()));
         }
