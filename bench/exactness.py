@@ -1,12 +1,13 @@
 """Greedy answers with speculation against plain decoding, token by token and bit by bit.
 
-    .venv/bin/python -m s2moe.bench.exactness [--model PATH] [--prompts 200] [--tokens 128] [--forced]
+    .venv/bin/python -m s2moe.bench.exactness [--model PATH …] [--prompts 200] [--tokens 128] [--forced]
                                               [--memory-budget BYTES] [--threads N] [--json OUT]
 
 Both run in one process on one context, speculation with the preset `exact`. Compared are the tokens, and the
 logits behind each of them. Where they differ, it is said whether the two best logits of plain decoding were
 closer than `--tolerance`: a near-tie, which another order of summation may decide otherwise. `--forced`
-drafts in every step, also where that does not pay. Exits with 1 when anything differs, be it a bit.
+drafts in every step, also where that does not pay. Exits with 1 when anything differs, be it a bit, and when
+`--forced` drafted nothing: then nothing was tried. Several models are compared one after the other.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from s2moe.engine.messages import Configure, Speculation
 from s2moe.engine.model import Model
 from s2moe.engine.native import Sampler
 from s2moe.engine.native_speculation import N_VERIFY_ROWS, Speculator
+from s2moe.engine.output_file import OutputFileError, check_output
 
 N_CTX: Final = 1024
 TOLERANCE: Final = 1e-3
@@ -74,13 +76,18 @@ class Totals:
 
     n_prompts: int = 0
     n_tokens: int = 0
+    n_rows_compared: int = 0
+    """Rows of logits, one for each token up to where the texts part."""
     n_rows_of_other_bits: int = 0
     n_near_ties: int = 0
     """Tokens of plain decoding that were chosen by less than the tolerance."""
     n_other_texts: int = 0
     n_other_texts_at_near_ties: int = 0
     """Of them, those that part at such a token."""
+    n_steps: int = 0
+    """Evaluations of the target with speculation."""
     n_iterations: int = 0
+    """Steps that verified drafts."""
     n_admitted: int = 0
     n_accepted: int = 0
     plain_seconds: float = 0.0
@@ -97,7 +104,9 @@ class Totals:
         )
         # behind another token everything is another
         n_compared = len(plain.tokens) if n_same is None else n_same + 1
-        n_other_bits = sum(a != b for a, b in islice(pairs, n_compared))
+        compared = [a != b for a, b in islice(pairs, n_compared)]
+        n_other_bits = sum(compared)
+        self.n_rows_compared += len(compared)
         self.n_rows_of_other_bits += n_other_bits
         if n_same is not None:
             self.n_other_texts += 1
@@ -111,7 +120,7 @@ class Totals:
             )
 
     def add_report(self, report: dict[str, Any]) -> None:
-        for key in ("n_iterations", "n_admitted", "n_accepted"):
+        for key in ("n_steps", "n_iterations", "n_admitted", "n_accepted"):
             setattr(self, key, getattr(self, key) + report[key])
 
     @property
@@ -170,7 +179,7 @@ class Comparison:
         self._speculator.begin(self._options)
         while len(answer.tokens) < n_tokens:
             n_max = min(n_tokens - len(answer.tokens), N_VERIFY_ROWS)
-            tokens = self._model.speculate(self._speculator, sampler, root, n_max)
+            tokens = self._model.speculate(self._speculator, sampler, root, n_max, is_retried=False)
             for row in self._speculator.rows():
                 self._look(answer, row.logits_index)
             answer.tokens += tokens
@@ -221,9 +230,10 @@ def table(totals: Totals, tolerance: float) -> str:
         ("tokens", f"{totals.n_tokens}"),
         ("texts that differ", f"{totals.n_other_texts}"),
         (f"of them at near-ties (lead below {tolerance:g})", f"{totals.n_other_texts_at_near_ties}"),
+        ("rows of logits compared", f"{totals.n_rows_compared}"),
         ("rows of logits that differ in a bit", f"{totals.n_rows_of_other_bits}"),
         ("near-ties of plain decoding", f"{totals.n_near_ties}"),
-        ("iterations with drafts", f"{totals.n_iterations}"),
+        ("steps with drafts", f"{totals.n_iterations} of {totals.n_steps}"),
         ("drafts verified", f"{totals.n_admitted}"),
         ("drafts accepted per iteration", f"{per_iteration:.2f}"),
     ]
@@ -234,7 +244,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="GGUF (default: the 16-expert demo model)")
+    parser.add_argument(
+        "--model", type=Path, nargs="+", help="GGUF files (default: the 16-expert demo model)"
+    )
     parser.add_argument("--prompts", type=int, default=200, help="at most 200")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--forced", action="store_true", help="draft in every step")
@@ -243,15 +255,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=default_thread_count())
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of the lead at a near-tie")
-    parser.add_argument("--json", type=Path, help="where to write the counts, too")
+    parser.add_argument(
+        "--json", type=Path, help="where to write the counts, too, a list with one of each model"
+    )
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    arguments = parse()
+def compare_model(path: Path, arguments: argparse.Namespace) -> Totals:
+    """Raises ExactnessError."""
     model = Model(
         Configure(
-            model_path=str(arguments.model or ensure_demo_model(progress=print)),
+            model_path=str(path),
             n_ctx=N_CTX,
             n_threads=arguments.threads,
             memory_budget_bytes=arguments.memory_budget,
@@ -263,17 +277,53 @@ def main() -> None:
     )
     try:
         totals = compare(model, arguments, lambda line: print(line, file=sys.stderr))
-    except ExactnessError as error:
-        raise SystemExit(f"error: {error}") from error
     finally:
         model.close()
-    print(table(totals, arguments.tolerance))
-    for line in totals.differences:
-        print(line)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(asdict(totals) | {"tolerance": arguments.tolerance}, indent=1))
-    sys.exit(0 if totals.is_exact else 1)
+    if arguments.forced and totals.n_admitted == 0:
+        raise ExactnessError(
+            f"{path.name}: --forced, but none of {totals.n_steps} steps had a draft, so nothing was tried; "
+            "give more --tokens"
+        )
+    return totals
+
+
+def result_of(path: Path, totals: Totals, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What --json has of a model: the totals, and what they were measured with."""
+    return {
+        "model": path.name,
+        "forced": arguments.forced,
+        "memory_budget_bytes": arguments.memory_budget,
+        "tolerance": arguments.tolerance,
+        "is_exact": totals.is_exact,
+        **asdict(totals),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        if arguments.json is not None:
+            check_output(arguments.json)
+    except OutputFileError as error:
+        print(f"exactness: error: {error}", file=sys.stderr)
+        return 1
+    results, status = [], 0
+    for path in arguments.model or [ensure_demo_model(progress=print)]:
+        try:
+            totals = compare_model(path, arguments)
+        except ExactnessError as error:
+            print(f"exactness: error: {error}", file=sys.stderr)
+            status = 1
+            continue
+        print(f"{path.name}\n\n{table(totals, arguments.tolerance)}\n")
+        for line in totals.differences:
+            print(line)
+        results.append(result_of(path, totals, arguments))
+        status = status if totals.is_exact else 1
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

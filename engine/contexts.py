@@ -26,19 +26,24 @@ MAX_DRAFT_BATCH = 64
 experts."""
 GRAPH_LAYER_BYTES = 84 * 1024
 """What llama.cpp keeps of a small graph per layer of the model, beside its buffers: measured, rounded up."""
-MAX_WIDE_ROWS = 16
-"""Tokens of the one wide verification of `expert-skip`, which drafts a fixed tree."""
+MAX_WIDE_ROWS = 15
+"""Tokens of the widest verification of `expert-skip`: the root and two chains of seven drafts. Those near
+the end of an answer are narrower."""
+
+
+def kept_widths(*, has_draft_context: bool) -> list[int]:
+    """Tokens of each graph that a speculator keeps: one for drafts, one for a token without the gate, and one
+    for each number of tokens that it verifies at once."""
+    widths: list[int] = [1, 1, *range(1, N_VERIFY_ROWS + 1)]
+    if has_draft_context:  # drafts there, and what else expert-skip verifies at once
+        widths += [1, *range(N_VERIFY_ROWS + 1, MAX_WIDE_ROWS + 1)]
+    return widths
 
 
 def small_graphs_bytes(n_layer: int, n_vocab: int, *, has_draft_context: bool) -> int:
-    """What a speculator adds to its context: it keeps a graph for drafts, one for each number of tokens that
-    it verifies at once, and one for a token without the gate. Their buffers are little more than a row of
-    logits per token."""
-    widths: list[int] = [1, 1, *range(1, N_VERIFY_ROWS + 1)]
-    if (
-        has_draft_context
-    ):  # drafts there, and the widths of expert-skip: the widest, and one near a context's end
-        widths += [1, MAX_WIDE_ROWS, MAX_WIDE_ROWS]
+    """What a speculator adds to its context: its graphs, whose buffers are little more than a row of logits
+    per token."""
+    widths = kept_widths(has_draft_context=has_draft_context)
     return len(widths) * GRAPH_LAYER_BYTES * n_layer + sum(widths) * 4 * n_vocab
 
 

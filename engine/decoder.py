@@ -160,7 +160,12 @@ class SpeculativeDecoder:
     def _step(self, root: int, n_max: int) -> list[int]:
         try:
             tokens = self._model.speculate(
-                self._speculator, self._sampler, root, n_max, keeps_bits=self._keeps_bits
+                self._speculator,
+                self._sampler,
+                root,
+                n_max,
+                is_retried=self._constraint is not None,
+                keeps_bits=self._keeps_bits,
             )
             self._is_plain_step = False
             return tokens

@@ -485,7 +485,7 @@ class Timings(Message, frozen=True, tag=True):
     """Making a sampler that follows a grammar; 0: there was none."""
     step_durations: dict[str, StepDurations] = {}
     """By phase: `draft` all drafts of a step, `verify` an evaluation that verified drafts, `plain` one of a
-    single token with nothing drafted."""
+    single token: nothing was drafted in its step, or nothing that was worth verifying."""
 
 
 class Finished(Message, frozen=True, tag=True):

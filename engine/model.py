@@ -215,6 +215,7 @@ class Model:
                 "speculation_failed",
                 f"speculation cannot be prepared: {error.message}; serve with --speculation off",
             ) from error
+        restored = speculator.state()  # begin() adds the settings of the start
         try:
             speculator.begin(self.speculation.options)
         except NativeError as error:
@@ -224,7 +225,7 @@ class Model:
                 "invalid_setting", f"{flag}: {error.message}; change or omit it"
             ) from error
         if self._learnt is not None:
-            self._learnt.begin(speculator.state())
+            self._learnt.begin(restored, speculator.state())
         report = speculator.report()
         self.speculation = replace(self.speculation, preset=report["preset"])
         if not report["width"]:
@@ -354,16 +355,24 @@ class Model:
         self._evaluated(tokens, begin_ns, n_unbiased=len(tokens))
 
     def speculate(
-        self, speculator: Speculator, sampler: Sampler, root: int, n_max: int, *, keeps_bits: bool = True
+        self,
+        speculator: Speculator,
+        sampler: Sampler,
+        root: int,
+        n_max: int,
+        *,
+        is_retried: bool,
+        keeps_bits: bool = True,
     ) -> list[int]:
         """One step: evaluates `root` behind the KV cache and returns what follows, as Speculator.step().
 
+        `is_retried`: whether the caller decodes plainly after an internal error, which then is not logged.
         `keeps_bits`: whether rows that gating had no part in are those of single-token decodes.
 
         Raises RequestAbortedError and RequestError; the KV cache and the sampler are then as before.
         """
         begin_ns = time.monotonic_ns()
-        with self._evaluating(is_retried=True):
+        with self._evaluating(is_retried=is_retried):
             tokens = speculator.step(sampler, root, len(self.kv_tokens), n_max)
         biased = (index for index, row in enumerate(speculator.rows()) if row.n_biased > 0)
         n_unbiased = next(biased, len(tokens)) if keeps_bits else 0

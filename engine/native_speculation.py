@@ -90,7 +90,7 @@ class Speculator(_Handle):
         """`draft_context`: for drafts with a KV cache of their own; it must outlive this object. `state`:
         what `state()` returned in an earlier run.
 
-        Raises NativeError with Status.INVALID (the context has too few sequences) or NO_MEMORY.
+        Raises NativeError with Status.NO_MEMORY, or INTERNAL for whatever else fails.
         """
         library.declare(_PROTOTYPES)
         status = c_int32()

@@ -99,11 +99,12 @@ class SpeculationState:
             raise ValueError("it is about another model or machine")
         return bytes(found.state)
 
-    def begin(self, state: bytes) -> None:
-        """`state`: what a speculator that was given load() says before its first request; it need not be
-        saved. Where it is not what was loaded, the speculator could not use all of that."""
+    def begin(self, restored: bytes, state: bytes) -> None:
+        """`restored`: what a speculator that was given load() says at once. Where it is not what was loaded,
+        the speculator could not use all of that. `state`: what it says before its first request; it need not
+        be saved."""
         self._saved = state
-        if self._loaded is not None and msgspec.json.decode(self._loaded) != msgspec.json.decode(state):
+        if self._loaded is not None and msgspec.json.decode(self._loaded) != msgspec.json.decode(restored):
             logger.warning(
                 "what speculation learnt in earlier runs is ignored in part and learnt again: %s holds "
                 "values of another version or is damaged",

@@ -196,8 +196,8 @@ class Metrics:
         self._decode_seconds = self._counter("decode_step_seconds_total", "Time in decode steps")
         self._step_duration = BucketHistogram(
             f"{NAMESPACE}_decode_step_duration_seconds",
-            "Evaluations of ended requests: all drafts of a step, one that verified drafts, one of a token "
-            "with nothing drafted",
+            "Evaluations of ended requests: all drafts of a step, one that verified drafts, one of a single "
+            "token (nothing drafted, or no draft worth verifying)",
             STEP_DURATION_BOUNDS_SECONDS,
             {"phase": STEP_PHASES},
             self.registry,

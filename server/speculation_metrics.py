@@ -27,7 +27,7 @@ COST_TARGETS = ("verify", "draft")
 
 _LENGTHS = tuple(range(1, MAX_NODES + 2))
 _TENTHS = tuple(tenth / 10 for tenth in range(1, 11))
-_DISPLACED = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+_DISPLACED = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.05, 0.08, 0.1, 0.16, 0.2)
 
 Labels = Mapping[str, Sequence[str]]
 
@@ -115,7 +115,8 @@ class SpeculationMetrics:
         )
         self._routing = self._counter(
             "spec_decode_routing_prediction_total",
-            "Experts of verified drafts: predicted and chosen, chosen only, predicted only",
+            "Experts of evaluated tokens whose routing a draft had predicted, verified drafts and the token "
+            "before them: predicted and chosen, chosen only, predicted only",
             {"result": ROUTING_RESULTS},
         )
 

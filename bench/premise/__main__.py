@@ -1,12 +1,14 @@
 """Is a draft by the model itself, with fewer experts, worth verifying? What the method rests on, measured.
 
-    .venv/bin/python -m s2moe.bench.premise [--sections drafts,speed] [--memory-budget 1500MiB]
+    .venv/bin/python -m s2moe.bench.premise --sections drafts --plots DIR
+    .venv/bin/python -m s2moe.bench.premise --sections speed --memory-budget 1500MiB --plots DIR
 
     drafts   along texts of the target: which experts it uses, and which of them drafts predict, by layer and
              depth; KL divergence by decode step with the shared and with an independent KV cache; acceptance;
              all over the draft's number of experts
     speed    greedy answers with and without speculation in turn, over the draft's number of experts and over
-             the cap of reuse gating
+             the cap of reuse gating; prompts in turn, so that none finds its own experts in the cache. With
+             the defaults about six minutes at 1500MiB
 
 Texts are what the model itself says to the prompts of bench/prompts, greedily, or a file (--text). Tables go
 to standard output, progress to standard error. docs/quality.md says what the figures mean.
@@ -45,6 +47,9 @@ N_CTX = 1024
 DRAFT_EXPERTS = (1, 2, 3, 4, 6)
 CAP_FACTORS = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Of k."""
+SPEED_WORKLOADS = ("qa", "code")
+DRAFT_TOKENS = 96
+SPEED_TOKENS = 64
 WINDOW_TOKENS = 128
 MAX_TEXT_BYTES = 1 << 20
 
@@ -83,9 +88,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="GGUF (default: the 64-expert demo model, sigma 0.2)")
     parser.add_argument("--sections", type=sections_of, default=SECTIONS, help=",".join(SECTIONS))
     parser.add_argument("--text", type=Path, help="a text for `drafts` in place of the model's own answers")
-    parser.add_argument("--workloads", type=workloads_of, default=WORKLOADS, help=",".join(WORKLOADS))
+    parser.add_argument(
+        "--workloads",
+        type=workloads_of,
+        help=f"default: {','.join(WORKLOADS)}; of `speed`: {','.join(SPEED_WORKLOADS)}",
+    )
     parser.add_argument("--prompts", type=int, default=2, help="of each workload (default 2)")
-    parser.add_argument("--tokens", type=int, default=96, help="per answer (default 96)")
+    parser.add_argument(
+        "--tokens", type=int, help=f"per answer (default {DRAFT_TOKENS}; of `speed`: {SPEED_TOKENS})"
+    )
     parser.add_argument(
         "--stride", type=int, default=4, help="tokens between two starts of drafts (default 4)"
     )
@@ -103,7 +114,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.prompts < 1 or arguments.stride < 1:
         parser.error("--prompts and --stride are at least 1")
-    if arguments.tokens <= N_STEPS:
+    if arguments.tokens is not None and arguments.tokens <= N_STEPS:
         parser.error(f"--tokens is more than {N_STEPS}, the steps of a draft")
     return arguments
 
@@ -165,7 +176,11 @@ def measure(arguments: argparse.Namespace) -> Premise:
             build=info.system_fingerprint,
             memory={}
             if plan is None
-            else {"n_slots": plan.n_slots, "n_experts": plan.layout.n_experts_total},
+            else {
+                "budget_bytes": plan.budget.n_bytes,
+                "n_slots": plan.n_slots,
+                "n_experts": plan.layout.n_experts_total,
+            },
         )
         if "drafts" in arguments.sections:
             measure_drafts(model, premise, arguments, text)
@@ -178,15 +193,20 @@ def measure(arguments: argparse.Namespace) -> Premise:
 
 def measure_drafts(model: Model, premise: Premise, arguments: argparse.Namespace, text: str | None) -> None:
     evaluator = Evaluator(model)
+    workloads, n_tokens = arguments.workloads or WORKLOADS, arguments.tokens or DRAFT_TOKENS
     try:
         k = model.info.n_expert_used
         premise.figures = [
             DraftFigures.create(n_experts, n_layer=model.info.n_layer, n_depth=N_STEPS, k=k)
             for n_experts in draft_experts(arguments, k)
         ]
-        texts = prompt_texts(model, arguments) if text is None else file_texts(model, arguments, text)
+        if text is None:
+            texts = prompt_texts(model, workloads, arguments.prompts, n_tokens)
+        else:
+            n_windows = arguments.prompts * len(workloads)
+            texts = file_texts(model, arguments.text, text, n_windows)
         for number, each in enumerate(texts, 1):
-            recorded = record(evaluator, each, arguments.tokens)
+            recorded = record(evaluator, each, n_tokens)
             n_starts = draft_along(evaluator, recorded, premise.figures, stride=arguments.stride)
             premise.n_texts += n_starts > 0
             premise.n_starts += n_starts
@@ -205,7 +225,12 @@ def measure_speed(model: Model, premise: Premise, arguments: argparse.Namespace)
     if min(caps) < k:
         raise PremiseError(f"--caps: each is at least the model's k, {k}")
     premise.cells = cells_of(draft_experts(arguments, k), caps, arguments.preset)
-    questions = [each.prompt for each in prompt_texts(model, arguments)]
+    workloads, n_tokens = arguments.workloads or SPEED_WORKLOADS, arguments.tokens or SPEED_TOKENS
+    questions = [each.prompt for each in prompt_texts(model, workloads, arguments.prompts, n_tokens)]
+    if len(questions) < 2:
+        raise PremiseError(
+            "`speed` needs two prompts, which it asks in turn; give more --prompts or --workloads"
+        )
     n_pairs, n_done, started = len(questions) * len(premise.cells), 0, time.monotonic()
 
     def on_pair(cell: Cell) -> None:
@@ -216,7 +241,7 @@ def measure_speed(model: Model, premise: Premise, arguments: argparse.Namespace)
         say(f"pair {n_done} of {n_pairs}: {cell.axis} {cell.value}, {found}, about {left:.0f} s left")
 
     answerer = Answerer(model, model.speculator)
-    measure_speeds(answerer.answer, questions, premise.cells, arguments.tokens, on_pair)
+    measure_speeds(answerer.answer, questions, premise.cells, n_tokens, on_pair)
 
 
 def draft_experts(arguments: argparse.Namespace, k: int) -> list[int]:
@@ -228,26 +253,26 @@ def draft_experts(arguments: argparse.Namespace, k: int) -> list[int]:
     return list(arguments.draft_experts)
 
 
-def prompt_texts(model: Model, arguments: argparse.Namespace) -> list[Text]:
+def prompt_texts(model: Model, workloads: Sequence[str], n_prompts: int, n_tokens: int) -> list[Text]:
     """Those that leave room for the answer and drafts behind it."""
     texts = []
-    for workload in arguments.workloads:
-        for messages in prompts(workload)[: arguments.prompts]:
+    for workload in workloads:
+        for messages in prompts(workload)[:n_prompts]:
             request: dict[str, Any] = {"messages": messages}
             chat = json.loads(model.chat_template.apply(json.dumps(request).encode()))
             prompt = model.tokenize(chat["prompt"])
-            if len(prompt) + arguments.tokens + N_STEPS <= model.n_ctx:
+            if len(prompt) + n_tokens + N_STEPS <= model.n_ctx:
                 texts.append(Text(prompt))
             else:
                 say(f"a prompt of {workload} is passed over: {len(prompt)} tokens")
     if not texts:
-        raise PremiseError(f"no prompt leaves room for {arguments.tokens} tokens; give smaller --tokens")
+        raise PremiseError(f"no prompt leaves room for {n_tokens} tokens; give smaller --tokens")
     return texts
 
 
-def file_texts(model: Model, arguments: argparse.Namespace, text: str) -> list[Text]:
-    n_tokens = arguments.prompts * len(arguments.workloads) * WINDOW_TOKENS
-    windows = cut(model, arguments.text, text, n_tokens=n_tokens, window_tokens=WINDOW_TOKENS)
+def file_texts(model: Model, path: Path, text: str, n_windows: int) -> list[Text]:
+    n_tokens = n_windows * WINDOW_TOKENS
+    windows = cut(model, path, text, n_tokens=n_tokens, window_tokens=WINDOW_TOKENS)
     return [Text(each.tokens[: each.n_prompt], each.tokens[each.n_prompt :]) for each in windows]
 
 

@@ -11,6 +11,10 @@ from s2moe.bench.plotting import load_pyplot, save_figure
 from s2moe.bench.premise.report import MAX_DEPTH, Premise
 
 _WIDE = (9, 3.4)
+_SPEED_AXES = {
+    "draft_experts": "experts per token of a draft, k_d",
+    "reuse_cap": "experts in use per layer, cap",
+}
 
 
 def draw(premise: Premise, folder: Path) -> list[Path]:
@@ -85,17 +89,30 @@ def _acceptance(plt: Any, premise: Premise) -> Any:
 
 
 def _speeds(plt: Any, premise: Premise) -> Any:
+    """Speed with its interval and acceptance length, over k_d and over the cap."""
     figure, panels = plt.subplots(1, 2, figsize=_WIDE)
-    for panel, axis in zip(panels, ("draft_experts", "reuse_cap"), strict=True):
-        cells = [cell for cell in premise.cells if cell.axis == axis and cell.speed is not None]
-        names = [str(cell.value) for cell in cells]
-        speeds = [cell.speed.ratio for cell in cells if cell.speed is not None]
-        panel.bar(names, speeds, color="C0")
+    fastest = max((cell.speed.ratio for cell in premise.cells if cell.speed is not None), default=1.0)
+    longest = max((cell.acceptance_length or 1.0 for cell in premise.cells), default=1.0)
+    for panel, (axis, label) in zip(panels, _SPEED_AXES.items(), strict=True):
+        cells = [cell for cell in premise.cells if cell.axis == axis]
+        speeds = [(cell.value, cell.speed) for cell in cells if cell.speed is not None]
+        for value, speed in speeds:
+            low, high = speed.low or speed.ratio, speed.high or speed.ratio
+            error = ([max(0.0, speed.ratio - low)], [max(0.0, high - speed.ratio)])
+            panel.errorbar([value], [speed.ratio], yerr=error, color="C0", capsize=3)
+        columns = [value for value, _ in speeds], [speed.ratio for _, speed in speeds]
+        (speed_line,) = panel.plot(*columns, "o-", color="C0")
         panel.axhline(1, color="black", linewidth=0.8)
-        panel.set(xlabel=axis.replace("_", " "), ylabel="speed, × plain decoding")
+        panel.set(xlabel=label, ylabel="speed, × plain decoding", ylim=(0, 1.3 * max(1.0, fastest)))
+        panel.set_xticks([cell.value for cell in cells])
+        lengths = [
+            (cell.value, cell.acceptance_length) for cell in cells if cell.acceptance_length is not None
+        ]
         beside = panel.twinx()
-        beside.plot(names, [cell.acceptance_length or 0 for cell in cells], "o-", color="C1")
-        beside.set(ylabel="acceptance length", ylim=(0, None))
+        columns = [value for value, _ in lengths], [length for _, length in lengths]
+        (length_line,) = beside.plot(*columns, "s--", color="C1")
+        beside.set(ylabel="acceptance length, tokens", ylim=(0, 1.3 * longest))
         beside.grid(visible=False)
+        panel.legend([speed_line, length_line], ["speed", "acceptance length"], loc="lower right")
     figure.tight_layout()
     return figure

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from s2moe.bench.speculation.grid import schedule
 from s2moe.bench.speculation.ratios import Estimate, estimate
 from s2moe.engine.model import Model
 from s2moe.engine.native import Sampler
@@ -98,7 +99,8 @@ class Answerer:
             n_done, seconds = 0, 0.0
             while n_done < n_tokens and not model.is_end(root):
                 started = time.perf_counter()
-                tokens = model.speculate(self._speculator, sampler, root, n_tokens - n_done)
+                n_max = n_tokens - n_done
+                tokens = model.speculate(self._speculator, sampler, root, n_max, is_retried=False)
                 seconds += time.perf_counter() - started
                 n_done += len(tokens)
                 root = tokens[-1]
@@ -121,17 +123,28 @@ def measure_speeds(
     n_tokens: int,
     on_pair: Callable[[Cell], None],
 ) -> None:
-    """Pairs of a method and plain decoding in turn; who goes first changes, so that a drifting machine
-    favours neither. Each cell is warmed up with the first prompt."""
-    for prompt_number, prompt in enumerate(prompts):
-        for cell_number, cell in enumerate(cells):
-            if prompt_number == 0:
-                answer(prompt, cell.options, n_tokens)
-            order = [cell.options, OFF]
-            if (prompt_number + cell_number) % 2:
-                order.reverse()
-            answered = {options["method"]: answer(prompt, options, n_tokens) for options in order}
-            drafted, plain = answered["s2moe"], answered["off"]
-            if drafted.n_tokens and plain.n_tokens:
-                cell.add(drafted, plain)
-            on_pair(cell)
+    """Pairs of a method and plain decoding, in the order of the benchmark of speculation (`schedule`): no
+    measured answer follows one to its own prompt, which would leave just its experts in the cache. At least
+    two prompts. Each cell is warmed up with the last of them."""
+    if len(prompts) < 2:
+        raise ValueError("one prompt alone finds its own experts in the cache")
+    last = -1
+
+    def ask(number: int, options: Mapping[str, Any]) -> Answered:
+        nonlocal last
+        if number == last:
+            answer(prompts[number - 1], OFF, n_tokens)
+        last = number
+        return answer(prompts[number], options, n_tokens)
+
+    for cell in cells:
+        answer(prompts[-1], cell.options, n_tokens)
+        last = len(prompts) - 1
+        answers: dict[tuple[int, bool], Answered] = {}
+        for number, is_method in schedule(range(len(prompts))):
+            answers[number, is_method] = ask(number, cell.options if is_method else OFF)
+            if (number, not is_method) in answers:
+                drafted, plain = answers[number, True], answers[number, False]
+                if drafted.n_tokens and plain.n_tokens:
+                    cell.add(drafted, plain)
+                on_pair(cell)

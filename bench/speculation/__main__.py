@@ -5,7 +5,7 @@
 The whole server runs under bench/memlimit with the limit as its budget, an empty cache directory and the
 64-expert demo model, greedy. Each method is paired with plain decoding (`off`) on the same prompt and the
 same server, in turn; a pair's ratio is that of the seconds per token, prompts not counted. Tables have
-geometric means and 95 % intervals from resampling the pairs; then each goal is judged.
+geometric means and 95 % intervals (Student's t of the logarithms); then each goal is judged.
 
     exact, balanced, fast    the presets; budget-X is balanced with the error budget X
     expert-skip, cascade     baselines
@@ -136,7 +136,12 @@ def create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--markdown", type=Path, metavar="OUT", help="where to write the tables")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw; needs matplotlib")
     parser.add_argument(
-        "--quality", type=Path, nargs="+", default=[], metavar="JSON", help="files of `s2moe quality --json`"
+        "--quality",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="files of `s2moe quality --json`, one for each limit",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal was missed")
     return parser

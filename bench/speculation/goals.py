@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-from s2moe.bench.speculation.methods import ABLATIONS, PRESETS, STATIC, method_named
-from s2moe.bench.speculation.ratios import Estimate, compare, estimate
+from s2moe.bench.speculation.floor import Outcome, judge_floor
+from s2moe.bench.speculation.methods import ABLATIONS, STATIC, method_named
+from s2moe.bench.speculation.quality_file import Agreements
+from s2moe.bench.speculation.ratios import compare, estimate
 from s2moe.bench.speculation.results import Results, limit_name
 from s2moe.bench.targets import Line, at_least, at_most
 
 DRIVE_BOUND: Final = (1050, 1500, 2100)
 """MiB: limits of the 64-expert demo model at which waiting for the drive is a large part of plain
 decoding."""
-FLOOR_RATIO: Final = 0.98
-"""Of plain decoding, for the lower end of every cell's interval."""
 SPEED_RATIOS: Final = {"exact": 1.1, "balanced": 1.3, "fast": 2.0}
 """Geometric means over DRIVE_BOUND."""
+SAME_SETTING: Final = ("exact", "no-reuse-gating")
+"""Two names of one setting: without gating `balanced` has nothing that `exact` lacks. Both are measured."""
 AGREEMENTS: Final = {"balanced": 0.93, "fast": 0.88}
 """Committed tokens whose likeliest token is that of the exact target."""
 FIT_R2: Final = 0.95
@@ -27,8 +28,8 @@ def drive_bound(results: Results) -> tuple[int | None, ...]:
     return tuple(limit for limit in results.limits if limit in DRIVE_BOUND)
 
 
-def judge(results: Results, agreement: Mapping[str, float]) -> list[Line]:
-    """`agreement`: top-1 agreement by method, of `s2moe quality`; empty: not measured."""
+def judge(results: Results, agreement: Agreements) -> list[Line]:
+    """`agreement`: of `s2moe quality`; empty: not measured."""
     return [
         *judge_floor(results),
         *judge_speed(results, agreement),
@@ -52,34 +53,7 @@ def judge_errors(results: Results) -> list[Line]:
     ]
 
 
-def cell_estimates(results: Results, method: str) -> dict[str, Estimate]:
-    """By the cell's name; cells without a pair that counts are left out."""
-    found = {}
-    for (limit, workload, name), pairs in results.cells.items():
-        estimated = estimate([pair.ratio for pair in pairs if pair.counts])
-        if name == method and estimated is not None:
-            found[f"{limit_name(limit)}, {workload}"] = estimated
-    return found
-
-
-def judge_floor(results: Results) -> list[Line]:
-    """The worst cell of each preset."""
-    lines = []
-    for method in PRESETS:
-        # a single pair has no interval: it is its own lower end
-        lows = {
-            name: cell.ratio if cell.low is None else cell.low
-            for name, cell in cell_estimates(results, method).items()
-        }
-        if lows:
-            worst = min(lows, key=lows.__getitem__)
-            below = sum(low < FLOOR_RATIO for low in lows.values())
-            what = f"{method}: lower end of the worst of {len(lows)} cells ({worst}; {below} below)"
-            lines.append(at_least("never slower", what, lows[worst], FLOOR_RATIO, " × off"))
-    return lines
-
-
-def judge_speed(results: Results, agreement: Mapping[str, float]) -> list[Line]:
+def judge_speed(results: Results, agreement: Agreements) -> list[Line]:
     lines = []
     limits = drive_bound(results)
     names = ", ".join(str(limit) for limit in limits)
@@ -89,15 +63,13 @@ def judge_speed(results: Results, agreement: Mapping[str, float]) -> list[Line]:
             continue
         what = f"{method}: geometric mean at {names} MiB"
         lines.append(at_least("speed", what, found.ratio, target, " × off"))
-        if found.low is not None:
-            lines.append(Line("speed", f"{method}: its interval, {found.n} pairs", f"{found} × off"))
-        if method not in AGREEMENTS:
-            continue
-        what = f"{method}: top-1 agreement on committed tokens"
-        if method in agreement:
-            lines.append(at_least("speed", what, 100 * agreement[method], 100 * AGREEMENTS[method], " %"))
-        else:
-            lines.append(Line("speed", what, "not measured (--quality)", f"≥ {100 * AGREEMENTS[method]:g} %"))
+        lines.append(Line("speed", f"{method}: its interval", f"{found} × off"))
+        if method in AGREEMENTS:
+            lines += judge_agreement(method, limits, agreement)
+    pooled = estimate(pooled_ratios(results, limits=limits))
+    if pooled is not None:
+        what = f"{' and '.join(SAME_SETTING)}, one setting, in the cells of both"
+        lines.append(Line("speed", what, f"{pooled} × off"))
     control = estimate(results.ratios("control"))
     if control is not None:
         lines.append(Line("speed", "control: off against off", f"{control} ×"))
@@ -105,6 +77,37 @@ def judge_speed(results: Results, agreement: Mapping[str, float]) -> list[Line]:
     if static is not None:
         lines.append(Line("speed", "balanced on a static hot list, against off on it", f"{static} ×"))
     return lines
+
+
+def judge_agreement(method: str, limits: tuple[int | None, ...], agreement: Agreements) -> list[Line]:
+    """The least over the limits that were measured; those of `limits` that were not are named."""
+    target = f"≥ {100 * AGREEMENTS[method]:g} %"
+    what = f"{method}: top-1 agreement on committed tokens"
+    least = agreement.least(method)
+    if least is None:
+        return [Line("speed", what, "not measured (--quality)", target)]
+    limit, measured = least
+    n_limits = len(agreement.limits(method))
+    where = f"at {limit_name(limit)}" + (f", the least of {n_limits} limits" if n_limits > 1 else "")
+    passed = measured.share >= AGREEMENTS[method]
+    lines = [Line("speed", f"{what} {where}", str(measured), target, passed)]
+    missing = [limit for limit in limits if agreement.at(method, limit) is None]
+    if missing:
+        names = ", ".join(limit_name(limit) for limit in missing)
+        lines.append(Line("speed", f"{method}: agreement at {names}", "not measured (--quality)", target))
+    return lines
+
+
+def pooled_ratios(results: Results, *, limits: tuple[int | None, ...] | None = None) -> list[float]:
+    """Of both methods of SAME_SETTING, in the cells that both have; empty: there are none."""
+    pairs = []
+    for limit, workload, name in results.cells:
+        if name != SAME_SETTING[0] or not (limits is None or limit in limits):
+            continue
+        both = [results.ratios(each, workload=workload, limits=(limit,)) for each in SAME_SETTING]
+        if all(both):
+            pairs += [ratio for ratios in both for ratio in ratios]
+    return pairs
 
 
 def judge_texts(results: Results) -> list[Line]:
@@ -131,7 +134,7 @@ def judge_texts(results: Results) -> list[Line]:
 
 def judge_ablations(results: Results) -> list[Line]:
     """What each component adds: balanced over balanced without it, over the cells that both have. It is shown
-    where the interval lies above 1."""
+    where the interval lies above 1, and missed where it lies below."""
     lines = []
     for name in ABLATIONS:
         common = [
@@ -146,9 +149,9 @@ def judge_ablations(results: Results) -> list[Line]:
         without = [pair.ratio for key in common for pair in results.cells[key] if pair.counts]
         found = compare(whole, without)
         if found is not None:
-            lines.append(Line("components", f"balanced / {name}", f"{found} ×"))
-            low = found.ratio if found.low is None else found.low
-            lines.append(at_least("components", f"balanced / {name}: lower end", low, 1.0, " ×"))
+            outcome = Outcome.of(found, 1.0)
+            what, text = f"balanced / {name}: {outcome}", f"{found} ×"
+            lines.append(Line("components", what, text, "≥ 1 ×", outcome.passed))
     return lines
 
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from s2moe.bench.plotting import load_pyplot, save_figure
 from s2moe.bench.speculation.goals import AGREEMENTS, drive_bound
-from s2moe.bench.speculation.ratios import estimate
+from s2moe.bench.speculation.quality_file import Agreements
+from s2moe.bench.speculation.ratios import Estimate, estimate
 from s2moe.bench.speculation.report import acceptance, experts_per_token, median_value
 from s2moe.bench.speculation.results import Results, limit_name
 
@@ -16,10 +17,10 @@ SUFFIX: Final = ".svg"
 _MARKERS: Final = "osD^vP*X"
 
 
-def draw_all(results: Results, agreement: Mapping[str, float], folder: Path) -> list[Path]:
+def draw_all(results: Results, agreement: Agreements, folder: Path) -> list[Path]:
     """Writes what there is data for; returns the files. Raises PlottingError and OSError."""
     drawn = [speed_ups(results, folder), acceptance_costs(results, folder)]
-    if agreement:
+    if agreement.cells:
         drawn.append(speed_agreement(results, agreement, folder))
     return [path for path in drawn if path is not None]
 
@@ -30,7 +31,7 @@ def speed_ups(results: Results, folder: Path) -> Path | None:
         return None
     plt = load_pyplot()
     limits, workloads, methods = results.limits, [*results.workloads, "all"], results.methods
-    width = 0.8 / max(1, len(methods))
+    width, drawn = 0.8 / max(1, len(methods)), {}
     size = (2.5 + 0.28 * len(workloads) * len(methods), 2.3 * len(limits))
     figure, panels = plt.subplots(len(limits), 1, figsize=size, sharex=True, squeeze=False)
     for panel, limit in zip(panels[:, 0], limits, strict=True):
@@ -45,14 +46,21 @@ def speed_ups(results: Results, folder: Path) -> Path | None:
                     low, high = found.low or found.ratio, found.high or found.ratio
                     errors.append((max(0.0, found.ratio - low), max(0.0, high - found.ratio)))
             down_up = ([down for down, _ in errors], [up for _, up in errors])
-            bars = {"yerr": down_up, "error_kw": {"linewidth": 0.7}, "label": method, "color": f"C{number}"}
-            panel.bar(places, heights, width, **bars)
+            style = {"yerr": down_up, "error_kw": {"linewidth": 0.7}, "color": f"C{number}"}
+            bars = panel.bar(places, heights, width, **style)
+            if places:
+                drawn[method] = bars
         panel.axhline(1.0, color="black", linewidth=0.8)
+        # intervals of two or three pairs may be many times as wide as all bars are high
+        ratios = [found for method in methods for found in results.ratios(method, limits=(limit,))]
+        panel.set_ylim(0, 1.15 * max([1.0, *ratios]))
         panel.set_title(limit_name(limit), loc="left")
         panel.set_ylabel("speed / off")
         panel.grid(axis="x", visible=False)
     panels[-1, 0].set_xticks(range(len(workloads)), workloads)
-    panels[0, 0].legend(ncols=min(5, len(methods)), loc="lower left", bbox_to_anchor=(0.15, 1.0))
+    panels[0, 0].legend(
+        drawn.values(), drawn.keys(), ncols=min(5, len(methods)), loc="lower left", bbox_to_anchor=(0.15, 1.0)
+    )
     return save_figure(figure, folder / f"speed-up{SUFFIX}")
 
 
@@ -85,30 +93,36 @@ def acceptance_costs(results: Results, folder: Path) -> Path | None:
     return save_figure(figure, folder / f"acceptance-cost{SUFFIX}")
 
 
-def speed_agreement(results: Results, agreement: Mapping[str, float], folder: Path) -> Path | None:
-    """What a budget of errors buys, over the drive-bound limits."""
-    limits = drive_bound(results) or tuple(results.limits)
-    points = []
-    for method in results.methods:
-        found = estimate(results.ratios(method, limits=limits))
-        if method in agreement and found is not None:
-            points.append((100 * agreement[method], found, method))
+def speed_agreement(results: Results, agreement: Agreements, folder: Path) -> Path | None:
+    """What a budget of errors buys, a panel for each drive-bound limit that has both measurements."""
+    points: dict[int | None, list[tuple[float, Estimate, str]]] = {}
+    for limit in drive_bound(results) or tuple(results.limits):
+        for method in results.methods:
+            found, measured = estimate(results.ratios(method, limits=(limit,))), agreement.at(method, limit)
+            if measured is not None and found is not None:
+                points.setdefault(limit, []).append((100 * measured.share, found, method))
     if not points:
         return None
     plt = load_pyplot()
-    figure, panel = plt.subplots(figsize=(5.5, 4))
-    points.sort(key=lambda point: point[0])
-    panel.plot([share for share, _, _ in points], [found.ratio for _, found, _ in points], "-", color="C7")
-    for share, found, method in points:
-        low, high = found.low or found.ratio, found.high or found.ratio
-        errors = ([max(0.0, found.ratio - low)], [max(0.0, high - found.ratio)])
-        panel.errorbar([share], [found.ratio], yerr=errors, fmt="o", capsize=3, color="C0")
-        panel.annotate(method, (share, found.ratio), textcoords="offset points", xytext=(6, 4))
-    for target in AGREEMENTS.values():
-        panel.axvline(100 * target, color="C3", linewidth=0.8, linestyle=":")
-    panel.set_xlabel("top-1 agreement with the exact target, committed tokens (%)")
-    panel.set_ylabel("speed / off")
-    panel.set_title(", ".join(limit_name(limit) for limit in limits), loc="left")
+    size = (4.2 * len(points), 3.8)
+    figure, panels = plt.subplots(1, len(points), figsize=size, sharey=True, squeeze=False)
+    highest = max(found.ratio for of_limit in points.values() for _, found, _ in of_limit)
+    for panel, (limit, of_limit) in zip(panels[0], points.items(), strict=True):
+        of_limit.sort(key=lambda point: point[0])
+        line = [share for share, _, _ in of_limit], [found.ratio for _, found, _ in of_limit]
+        panel.plot(*line, "-", color="C7")
+        for share, found, method in of_limit:
+            low, high = found.low or found.ratio, found.high or found.ratio
+            errors = ([max(0.0, found.ratio - low)], [max(0.0, high - found.ratio)])
+            panel.errorbar([share], [found.ratio], yerr=errors, fmt="o", capsize=3, color="C0")
+            panel.annotate(method, (share, found.ratio), textcoords="offset points", xytext=(6, 4))
+        for target in AGREEMENTS.values():
+            panel.axvline(100 * target, color="C3", linewidth=0.8, linestyle=":")
+        panel.set_ylim(0, 1.3 * highest)
+        panel.set_title(limit_name(limit), loc="left")
+    figure.supxlabel("top-1 agreement with the exact target, committed tokens (%)", fontsize=9)
+    panels[0, 0].set_ylabel("speed / off")
+    figure.tight_layout()
     return save_figure(figure, folder / f"speed-agreement{SUFFIX}")
 
 

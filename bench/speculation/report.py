@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from s2moe.bench.speculation.goals import cell_estimates, drive_bound
+from s2moe.bench.speculation.floor import FLOOR_RATIO, Outcome, cell_estimates, cell_name
+from s2moe.bench.speculation.goals import SAME_SETTING, drive_bound, pooled_ratios
+from s2moe.bench.speculation.methods import PRESETS
 from s2moe.bench.speculation.ratios import Estimate, estimate
 from s2moe.bench.speculation.results import Pair, Results, Sample, limit_name
 from s2moe.bench.targets import MIB, Line, table
@@ -18,11 +20,18 @@ def markdown(results: Results, lines: Sequence[Line]) -> str:
     """`lines`: of goals.judge()."""
     parts = [
         head(results),
-        "## Speed over plain decoding\n\nGeometric means of pairs, 95 % intervals.",
+        "## Speed over plain decoding\n\nGeometric means of pairs, 95 % intervals (Student's t of the "
+        "logarithms; a single pair has none), and how many pairs counted.",
         summary(results),
     ]
     for limit in results.limits:
         parts += [f"### {limit_name(limit)}", speeds(results, limit), figures(results, limit)]
+    if set(results.methods) & set(PRESETS):
+        parts += [
+            f"## Never slower\n\nWhether a cell's interval is at or above {FLOOR_RATIO:g} × off (shown), "
+            "below it (missed), or neither.",
+            floor(results),
+        ]
     parts += ["## Goals", f"```\n{table(list(lines))}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -47,17 +56,42 @@ def summary(results: Results) -> str:
     name = f"{', '.join(str(limit) for limit in limits)} MiB" if limits else "drive-bound limits"
     rows = []
     for method in results.methods:
-        cells = cell_estimates(results, method)
+        cells = {cell: found for cell, found in cell_estimates(results, method).items() if found is not None}
         worst = min(cells, key=lambda cell: cells[cell].ratio, default=None)
         rows.append(
             [
                 method,
                 _text(estimate(results.ratios(method, limits=limits))),
                 _text(estimate(results.ratios(method))),
-                "–" if worst is None else f"{cells[worst].ratio:.2f} ({worst})",
+                "–" if worst is None else f"{cells[worst]} ({worst})",
             ]
         )
+    pooled = estimate(pooled_ratios(results))
+    if pooled is not None:
+        drive_bound_ones = _text(estimate(pooled_ratios(results, limits=limits)))
+        name_of_both = f"{' and '.join(SAME_SETTING)}, one setting: the cells of both"
+        rows.append([name_of_both, drive_bound_ones, _text(pooled), "–"])
     return _rows(["method", f"at {name}", "everywhere", "worst cell"], rows)
+
+
+def floor(results: Results) -> str:
+    """A row for each cell of a preset; what could not be measured is among the goals."""
+    methods = [method for method in results.methods if method in PRESETS]
+    cells = {method: cell_estimates(results, method) for method in methods}
+    rows = []
+    for limit in results.limits:
+        for workload in results.workloads:
+            name = cell_name(limit, workload)
+            if any(name in of_method for of_method in cells.values()):
+                rows.append([name, *(_outcome(cells[method], name) for method in methods)])
+    return _rows(["cell", *methods], rows)
+
+
+def _outcome(cells: Mapping[str, Estimate | None], name: str) -> str:
+    if name not in cells:
+        return "–"
+    found = cells[name]
+    return "no pair counts" if found is None else f"{Outcome.of(found, FLOOR_RATIO)}: {found:.3f}"
 
 
 def speeds(results: Results, limit: int | None) -> str:
@@ -73,7 +107,12 @@ def speeds(results: Results, limit: int | None) -> str:
         for workload in results.workloads
     ]
     means = [_text(estimate(results.ratios(method, limits=(limit,)))) for method in results.methods]
-    return _rows(["workload", *results.methods], [*rows, ["all", *means]])
+    text = _rows(["workload", *results.methods], [*rows, ["all", *means]])
+    pooled = estimate(pooled_ratios(results, limits=(limit,)))
+    if pooled is not None:
+        names = " and ".join(f"`{name}`" for name in SAME_SETTING)
+        text += f"\n\n{names} are one setting; together, in the cells of both: {pooled}."
+    return text
 
 
 def figures(results: Results, limit: int | None) -> str:

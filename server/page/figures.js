@@ -31,6 +31,7 @@ export class Figures {
     this.#showSpeed(before === null ? null : metrics.tokensPerSecond(samples, before));
     this.#showAcceptance();
     this.#showHits(samples, before);
+    this.#showCosts(samples);
     const queue = metrics.queueOf(samples);
     this.#set("queue", `${queue.waiting} of ${queue.capacity} waiting`);
     this.#set("queue-more", queue.running > 0 ? "an answer is being made" : "no answer is being made");
@@ -117,6 +118,16 @@ export class Figures {
     const since = always === null ? "no lookups yet" : `${format.percent(always, 1)} since the start`;
     const full = `${format.count(slots.resident)} of ${format.count(slots.capacity)} slots filled`;
     this.#set("hits-more", `${since}, ${full}`);
+  }
+
+  #showCosts(samples) {
+    const verify = metrics.costFitOf(samples, "verify");
+    if (verify === null) return;
+    const draft = metrics.costFitOf(samples, "draft");
+    const r2 = (fit) => `R² ${fit.r2.toFixed(2)}`;
+    const drafts = draft === null ? "" : `; drafts ${format.percent(draft.error, 1)}, ${r2(draft)}`;
+    this.#set("costs", format.percent(verify.error, 1));
+    this.#set("costs-more", `verification, ${r2(verify)}${drafts}`);
   }
 
   #showMemory(samples) {

@@ -69,6 +69,14 @@ export function acceptanceOf(samples) {
   return { rate: ratio(accepted, verified), tokensPerStep: iterations > 0 ? 1 + accepted / iterations : null };
 }
 
+/** How well the latest evaluations of `target` ("verify" or "draft") were predicted: {error, r2, count}, the error as a
+ * share of the measured seconds; null = no fit yet. */
+export function costFitOf(samples, target) {
+  const of = (name) => samples.sum(`cost_model_${name}`, (labels) => labels.target === target);
+  const count = of("samples");
+  return count > 0 ? { error: of("mape_ratio"), r2: of("r2"), count } : null;
+}
+
 /** Share of the experts that decoding needed and found in memory or on their way: since `before`, or since the
  * server started. null where none were needed. */
 export function hitRate(samples, before = null) {

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from s2moe.bench.exactness import Answer, Totals, compare, parse, questions, table
+from s2moe.bench import exactness
+from s2moe.bench.exactness import Answer, Totals, compare, main, parse, questions, table
 from s2moe.engine.messages import Configure, Speculation
 from s2moe.engine.model import Model
 
@@ -42,6 +43,7 @@ def test_another_text_counts_up_to_where_it_parts(lead: float, n_near_ties: int)
     totals.add("a", plain, ours, 1e-3)
     assert not totals.is_exact
     assert (totals.n_other_texts, totals.n_other_texts_at_near_ties) == (1, n_near_ties)
+    assert totals.n_rows_compared == 2, "behind another token everything is another"
     assert totals.n_rows_of_other_bits == 1
     assert "token 1 differs" in totals.differences[0]
 
@@ -74,7 +76,7 @@ def test_forced_drafts_of_a_random_model(tmp_path: Path) -> None:
     totals = comparison(path, 2, "--forced")
     assert totals.is_exact, totals.differences
     assert totals.n_prompts == 2
-    assert totals.n_iterations > 0
+    assert totals.n_iterations > 0.9 * totals.n_steps > 0
     assert f"| tokens | {totals.n_tokens} |" in table(totals, 1e-3)
 
 
@@ -93,3 +95,35 @@ def test_adaptive_drafts_of_a_random_model(tmp_path: Path, monkeypatch: pytest.M
     assert totals.n_iterations > totals.n_tokens / 8
     assert totals.n_admitted > totals.n_iterations
     assert totals.n_accepted > 0
+
+
+def test_models_are_compared_one_after_the_other_and_written_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, out = [tmp_path / "a.gguf", tmp_path / "b.gguf"], tmp_path / "out.json"
+    for path in paths:
+        write_random_model(path, "qwen3moe")
+    flags = ["--model", *map(str, paths), "--prompts", "1", "--tokens", "12", "--threads", "1"]
+    assert main([*flags, "--forced", "--json", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert [each["model"] for each in results] == ["a.gguf", "b.gguf"]
+    for each in results:
+        assert each["is_exact"]
+        assert 0 < each["n_iterations"] <= each["n_steps"]
+        assert each["n_rows_compared"] == each["n_tokens"] > 0
+    assert "b.gguf\n\n| | |" in capsys.readouterr().out
+    assert main([*flags, "--json", str(tmp_path)]) == 1
+    assert "is a directory" in capsys.readouterr().err
+
+
+def test_a_forced_run_without_drafts_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing differs then, but nothing was verified either."""
+    path = tmp_path / "m.gguf"
+    write_random_model(path, "qwen3moe")
+    flags = ["--model", str(path), "--prompts", "1", "--tokens", "12", "--threads", "1"]
+    monkeypatch.setattr(exactness, "compare", lambda *_: Totals(n_prompts=1, n_tokens=12, n_steps=12))
+    assert main([*flags, "--forced"]) == 1
+    assert "m.gguf: --forced, but none of 12 steps had a draft" in capsys.readouterr().err
+    assert main(flags) == 0

@@ -125,20 +125,43 @@ def test_pairs_alternate_and_ratios_are_of_seconds_per_token() -> None:
     draft = {"method": "s2moe", "preset": "fast", "draft_experts": 2}
     cap = {"method": "s2moe", "preset": "fast", "reuse_cap": 8}
     assert asked == [
-        *(([1], draft), ([1], draft), ([1], OFF)),
-        *(([1], cap), ([1], OFF), ([1], cap)),
-        *(([2], OFF), ([2], draft)),
-        *(([2], cap), ([2], OFF)),
+        *(([2], draft), ([1], OFF), ([2], draft), ([1], draft), ([2], OFF)),
+        *(([2], cap), ([1], OFF), ([2], cap), ([1], cap), ([2], OFF)),
     ]
-    assert pairs == cells * 2
+    assert pairs == [cells[0], cells[0], cells[1], cells[1]]
     assert cells[0].ratios == [2.0, 2.0]
     assert cells[0].acceptance_length == 2.5
     assert cells[0].mean_tokens_per_step == 2.5
 
 
+@pytest.mark.parametrize("n_prompts", [2, 3, 4, 5])
+def test_no_pair_is_of_an_answer_behind_one_to_its_own_prompt(n_prompts: int) -> None:
+    asked: list[int] = []
+
+    def answer(prompt: list[int], _options: Mapping[str, Any], _n_tokens: int) -> Answered:
+        # what finds its experts in memory is fast
+        is_warm = asked[-1:] == prompt
+        asked.append(prompt[0])
+        return answered(10, 1.0 if is_warm else 2.0)
+
+    cells = cells_of([1, 2], [8], "fast")
+    prompts = [[number] for number in range(n_prompts)]
+    measure_speeds(answer, prompts, cells, 10, lambda _: None)
+    assert [cell.tokens_per_second for cell in cells] == [[5.0] * n_prompts] * 3
+    assert [cell.ratios for cell in cells] == [[1.0] * n_prompts] * 3
+
+
+def test_one_prompt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.gguf"
+    write_random_model(path, "qwen3moe")
+    flags = ["--model", str(path), "--sections", "speed", "--workloads", "qa", "--prompts", "1"]
+    assert main(flags) == 1
+    assert "`speed` needs two prompts" in capsys.readouterr().err
+
+
 def test_an_empty_answer_gives_no_pair() -> None:
     cells = cells_of([1], [], "exact")
-    measure_speeds(lambda *_: answered(0, 0.0), [[1]], cells, 4, lambda _: None)
+    measure_speeds(lambda *_: answered(0, 0.0), [[1], [2]], cells, 4, lambda _: None)
     assert cells[0].ratios == []
     assert cells[0].speed is None
     assert cells[0].acceptance_length is None
@@ -266,6 +289,21 @@ def test_drafts_along_a_file_give_tables_and_json(tmp_path: Path, capsys: pytest
     assert found["speed"] == []
 
 
+def test_speeds_of_a_random_model_are_pairs_of_each_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "m.gguf", tmp_path / "out.json"
+    write_random_model(path, "qwen3moe")
+    flags = ["--model", str(path), "--sections", "speed", "--workloads", "translate", "--tokens", "12"]
+    assert main([*flags, "--draft-experts", "1", "--caps", "8", "--json", str(out)]) == 0
+    assert "### Speed against plain decoding" in capsys.readouterr().out
+    cells = json.loads(out.read_text())["speed"]
+    assert [(cell["axis"], cell["value"], len(cell["ratios"])) for cell in cells] == [
+        ("draft_experts", 1, 2),
+        ("reuse_cap", 8, 2),
+    ]
+
+
 def test_numbers_that_no_model_can_have_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,8 +353,8 @@ def test_report_has_each_table_and_is_json() -> None:
     text = premise.markdown()
     assert text.count("\n### ") == 5
     assert "| 2   | the token, best 4: precision = recall  | 100.0 % |" in text
-    assert "| reuse cap     | 8     | 1.50 × |              2.50 |            2.00 |  4.00 |" in text
-    assert "| reuse cap     | 12    |      – |                 – |               – |     – |" in text
+    assert "| reuse cap     | 8     | 1.50 (1 pair) × |              2.50 |            2.00 |  4.00 |" in text
+    assert "| reuse cap     | 12    |               – |                 – |               – |     – |" in text
     assert json.loads(json.dumps(premise.to_json(), allow_nan=False)) == premise.to_json()
 
 

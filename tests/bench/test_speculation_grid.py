@@ -77,7 +77,7 @@ def test_pairs_are_asked_in_turn_on_one_server_after_a_warm_up() -> None:
     assert [pair.ratio for pair in pairs] == pytest.approx([2.0] * 4)
     assert [pair.method_first for pair in pairs] == [False, True, True, False]
     assert all(pair.same_text for pair in pairs)
-    assert any("2.00 (2.00 to 2.00) × off" in line for line in said)
+    assert any("2.00 (2.00 to 2.00; 4 pairs) × off" in line for line in said)
     assert results.fits == {"1050 MiB, shared": {"r2": 0.97, "mape": 0.04, "n": 300}}
 
 

@@ -17,7 +17,7 @@ from s2moe.bench.speculation.cost_fit import CostFitError, fit_of
 from s2moe.bench.speculation.goals import judge
 from s2moe.bench.speculation.methods import MethodError, method_named
 from s2moe.bench.speculation.plots import draw_all, predictions
-from s2moe.bench.speculation.quality_file import QualityFileError, read_agreement
+from s2moe.bench.speculation.quality_file import Agreement, Agreements, QualityFileError, read_agreement
 from s2moe.bench.speculation.report import markdown
 from s2moe.bench.speculation.results import CellKey, Pair, Results, Sample
 from s2moe.engine.prompt_file import read_prompts
@@ -25,8 +25,17 @@ from s2moe.engine.prompt_file import read_prompts
 Cells = dict[CellKey, list[Pair]]
 
 
+NO_AGREEMENT = Agreements()
+
+
 def verdicts(results: Results, **agreement: float) -> dict[str, bool | None]:
-    return {line.what: line.passed for line in judge(results, agreement)}
+    """`agreement`: at 1,050 MiB, by method."""
+    cells = {(name, 1050): Agreement(share) for name, share in agreement.items()}
+    return {line.what: line.passed for line in judge(results, Agreements({**cells}))}
+
+
+def measured(results: Results, agreement: Agreements = NO_AGREEMENT) -> dict[str, str]:
+    return {line.what: line.measured for line in judge(results, agreement)}
 
 
 def verdict(results: Results, begin: str, **agreement: float) -> bool | None:
@@ -66,10 +75,64 @@ def test_pairs_survive_the_file(tmp_path: Path) -> None:
 # goals
 
 
-@pytest.mark.parametrize(("worst", "passed"), [((1.0, 1.01, 0.99), True), ((1.0, 1.0, 0.9), False)])
-def test_no_cell_may_be_slower_than_off(worst: tuple[float, ...], passed: bool) -> None:
-    cells: Cells = {(1050, "qa", "exact"): pairs_of(1.5, 1.6), (2800, "rag", "exact"): pairs_of(*worst)}
-    assert verdict(results_of(cells), "exact: lower end of the worst of 2 cells (2800 MiB, rag") is passed
+@pytest.mark.parametrize(
+    ("ratios", "outcome", "passed"),
+    [
+        ((1.0, 1.01, 1.0), "shown", True),
+        ((0.9, 0.91, 0.9), "missed", False),
+        ((1.0, 1.0, 0.9), "not shown", None),
+        ((1.5,), "not shown", None),
+        ((0.5,), "not shown", None),
+    ],
+)
+def test_a_cell_is_shown_missed_or_not_shown(
+    ratios: tuple[float, ...], outcome: str, passed: bool | None
+) -> None:
+    results = results_of({(1050, "qa", "exact"): pairs_of(*ratios)})
+    assert verdict(results, "exact: 1 cells") is passed
+    assert f"1 {outcome}" in measured(results)["exact: 1 cells"]
+    assert f"| 1050 MiB, qa | {outcome}: " in markdown(results, [])
+    named = "exact: 1050 MiB, qa" in measured(results)
+    assert named is (outcome == "missed")
+
+
+def test_one_missed_cell_is_enough_and_others_do_not_hide_it() -> None:
+    cells: Cells = {
+        (1050, "qa", "exact"): pairs_of(1.5, 1.5),
+        (1050, "rag", "exact"): pairs_of(0.9, 0.9),
+        (1050, "code", "exact"): pairs_of(1.5),
+    }
+    lines = measured(results_of(cells))
+    assert lines["exact: 3 cells"] == "1 shown, 1 missed, 1 not shown"
+    assert lines["exact: 1050 MiB, rag"] == "missed: 0.900 (0.900 to 0.900; 2 pairs) × off"
+    assert verdict(results_of(cells), "exact: 3 cells") is False
+
+
+def test_a_cell_without_a_pair_that_counts_is_named() -> None:
+    cells: Cells = {(1050, "qa", "exact"): pairs_of(9.0, 9.0, n_tokens=8)}
+    results = results_of({**cells, (1500, "qa", "exact"): pairs_of(1.5, 1.5)})
+    lines = measured(results)
+    assert lines["exact: 2 cells"] == "1 shown, 0 missed, 1 not shown"
+    assert lines["exact: 1050 MiB, qa"] == "not shown: no pair counts"
+    assert "| 1050 MiB, qa | no pair counts |" in markdown(results, [])
+
+
+def test_means_over_cells_are_judged_where_there_are_ten_pairs() -> None:
+    slow = pairs_of(*([0.9, 0.91] * 3))
+    cells: Cells = {
+        (1050, "qa", "exact"): pairs_of(*([1.1, 1.12] * 3)),
+        (1050, "rag", "exact"): pairs_of(*([1.1, 1.12] * 3)),
+        (1500, "qa", "exact"): slow,
+        (1500, "rag", "exact"): slow,
+    }
+    results = results_of(cells)
+    assert verdict(results, "exact: mean of 1050 MiB") is True
+    assert verdict(results, "exact: mean of 1500 MiB") is False
+    assert verdict(results, "exact: mean of qa") is None
+    assert measured(results)["exact: mean of all cells"].endswith("24 pairs) × off")
+    few = results_of({(1050, "qa", "exact"): pairs_of(1.1, 1.1)})
+    assert verdict(few, "exact: mean of 1050 MiB") is None
+    assert measured(few)["exact: mean of 1050 MiB"].endswith("2 pairs) × off, fewer than 10")
 
 
 def test_speed_is_judged_at_the_drive_bound_limits_only() -> None:
@@ -85,7 +148,36 @@ def test_agreement_is_part_of_the_goal_and_said_to_be_missing() -> None:
     assert verdict(results, what, balanced=0.94) is True
     assert verdict(results, what, balanced=0.92) is False
     assert verdict(results, what) is None
-    assert "not measured (--quality)" in markdown(results, judge(results, {}))
+    assert "not measured (--quality)" in markdown(results, judge(results, NO_AGREEMENT))
+
+
+def test_agreement_is_judged_by_the_worst_limit_and_limits_without_a_file_are_named() -> None:
+    results = results_of({(limit, "qa", "balanced"): pairs_of(1.4, 1.4) for limit in (1050, 1500, 2100)})
+    agreement = Agreements(
+        {("balanced", 1050): Agreement(0.92, 444), ("balanced", 1500): Agreement(0.95, 444)}
+    )
+    lines = {line.what: line for line in judge(results, agreement)}
+    worst = lines["balanced: top-1 agreement on committed tokens at 1050 MiB, the least of 2 limits"]
+    assert worst.passed is False
+    assert worst.measured == "92.0 % (standard error 1.3, 444 positions)"
+    assert lines["balanced: agreement at 2100 MiB"].measured == "not measured (--quality)"
+
+
+def test_two_names_of_one_setting_are_pooled_in_the_cells_of_both() -> None:
+    cells: Cells = {
+        (1050, "qa", "exact"): pairs_of(1.2, 1.2),
+        (1050, "rag", "exact"): pairs_of(4.0, 4.0),
+        (1050, "qa", "no-reuse-gating"): pairs_of(1.0, 1.0),
+    }
+    results = results_of(cells)
+    what = "exact and no-reuse-gating, one setting, in the cells of both"
+    assert measured(results)[what].startswith("1.10 (")
+    text = markdown(results, [])
+    assert "| exact and no-reuse-gating, one setting: the cells of both | 1.10 (" in text
+    assert "are one setting; together, in the cells of both: 1.10 (" in text
+    assert "| qa | 1.20 (1.20 to 1.20; 2 pairs) | 1.00 (1.00 to 1.00; 2 pairs) |" in text
+    del cells[1050, "qa", "no-reuse-gating"]
+    assert "one setting" not in markdown(results_of(cells), judge(results_of(cells), NO_AGREEMENT))
 
 
 def test_methods_without_gating_must_keep_the_text() -> None:
@@ -110,10 +202,9 @@ def test_a_component_is_judged_over_the_cells_that_both_have() -> None:
         (1500, "qa", "balanced"): pairs_of(1.0, 1.0),
         (1050, "qa", "no-adaptive"): pairs_of(1.4, 1.4),
     }
-    what = "balanced / no-adaptive: lower end"
-    assert verdicts(results_of(cells))[what] is True
-    cells[1500, "qa", "no-adaptive"] = pairs_of(1.3, 1.3)
-    assert verdicts(results_of(cells))[what] is False
+    assert verdicts(results_of(cells))["balanced / no-adaptive: shown"] is True
+    cells[1050, "qa", "no-adaptive"] = pairs_of(1.6, 1.6)
+    assert verdicts(results_of(cells))["balanced / no-adaptive: missed"] is False
 
 
 def test_a_component_whose_interval_reaches_1_is_not_shown() -> None:
@@ -121,7 +212,9 @@ def test_a_component_whose_interval_reaches_1_is_not_shown() -> None:
         (1050, "qa", "balanced"): pairs_of(1.6, 1.2, 1.5, 1.3),
         (1050, "qa", "no-adaptive"): pairs_of(1.5, 1.1, 1.3, 1.4),
     }
-    assert verdicts(results_of(cells))["balanced / no-adaptive: lower end"] is False
+    assert verdicts(results_of(cells))["balanced / no-adaptive: not shown"] is None
+    cells = {(1050, "qa", name): pairs_of(ratio) for name, ratio in (("balanced", 1.6), ("no-adaptive", 1.1))}
+    assert verdicts(results_of(cells))["balanced / no-adaptive: not shown"] is None, "a pair has no interval"
 
 
 def test_cost_model_and_failed_cells_are_judged() -> None:
@@ -143,12 +236,13 @@ def test_tables_have_a_row_for_each_workload_and_their_mean() -> None:
         (1050, "qa", "fast"): pairs_of(3.0),
     }
     results = results_of(cells)
-    text = markdown(results, judge(results, {}))
+    text = markdown(results, judge(results, NO_AGREEMENT))
     assert "| workload | exact | fast |" in text
-    assert "| qa | 1.00 (1.00 to 1.00) | 3.00 |" in text
-    assert "| rag | 4.00 (4.00 to 4.00) | – |" in text
-    assert "| all | 2.00 (1.00 to 4.00) | 3.00 |" in text
-    assert "| exact | 2.00 (1.00 to 4.00) | 2.00 (1.00 to 4.00) | 1.00 (1050 MiB, qa) |" in text
+    assert "| qa | 1.00 (1.00 to 1.00; 2 pairs) | 3.00 (1 pair) |" in text
+    assert "| rag | 4.00 (4.00 to 4.00; 2 pairs) | – |" in text
+    both = "2.00 (0.56 to 7.15; 4 pairs)"
+    assert f"| all | {both} | 3.00 (1 pair) |" in text
+    assert f"| exact | {both} | {both} | 1.00 (1.00 to 1.00; 2 pairs) (1050 MiB, qa) |" in text
     (figures,) = [line for line in text.splitlines() if line.startswith("| exact | ") and "1.75" in line]
     assert "4.0%" in figures
     assert "## Goals" in text
@@ -157,10 +251,34 @@ def test_tables_have_a_row_for_each_workload_and_their_mean() -> None:
 # quality files
 
 
-def test_agreement_is_read_by_preset_and_by_budget(tmp_path: Path) -> None:
-    def setting(share: float, **options: Any) -> dict[str, Any]:
-        return {"options": {"method": "s2moe", **options}, "rows": {"all": {"same_top1": share}}}
+def setting(share: float, n_rows: int | None = None, **options: Any) -> dict[str, Any]:
+    rows = {"same_top1": share} if n_rows is None else {"same_top1": share, "n_rows": n_rows}
+    return {"options": {"method": "s2moe", **options}, "rows": {"all": rows}}
 
+
+def test_each_limit_has_its_agreement_and_no_file_hides_another(tmp_path: Path) -> None:
+    paths = []
+    for number, (limit_mib, share) in enumerate([(1050, 0.90), (1050, 0.95), (1500, 0.96)]):
+        paths.append(tmp_path / f"{number}.json")
+        memory = {"budget_bytes": limit_mib << 20}
+        settings = [setting(share, 400, preset="balanced")]
+        paths[-1].write_text(json.dumps({"memory": memory, "settings": settings}))
+    found = read_agreement(paths)
+    assert found.cells == {("balanced", 1050): Agreement(0.90, 400), ("balanced", 1500): Agreement(0.96, 400)}
+    assert found.least("balanced") == (1050, Agreement(0.90, 400))
+    assert found.least("fast") is None
+    assert Agreement(0.90, 400).standard_error == pytest.approx(0.015)
+
+
+def test_the_measured_files_of_the_documentation_can_be_read() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "measurements"
+    found = read_agreement([folder / "quality-1050MiB.json", folder / "quality-1500MiB.json"])
+    assert set(found.limits("balanced")) == {1050, 1500}
+    results = Results.load(folder / "speculation.json")
+    assert "## Never slower" in markdown(results, judge(results, found))
+
+
+def test_agreement_is_read_by_preset_and_by_budget(tmp_path: Path) -> None:
     settings = [
         setting(0.94, preset="balanced"),
         setting(0.97, preset="balanced", error_budget=0.02),
@@ -168,7 +286,8 @@ def test_agreement_is_read_by_preset_and_by_budget(tmp_path: Path) -> None:
     ]
     path = tmp_path / "q.json"
     path.write_text(json.dumps({"settings": settings}))
-    assert read_agreement([path]) == {"balanced": 0.94, "budget-0.02": 0.97}
+    known = {("balanced", None): Agreement(0.94), ("budget-0.02", None): Agreement(0.97)}
+    assert read_agreement([path]).cells == known
     path.write_text("[]")
     with pytest.raises(QualityFileError, match="is no JSON of `s2moe quality`"):
         read_agreement([path])
@@ -195,19 +314,23 @@ def test_fit_is_perfect_without_errors_and_nothing_where_only_the_mean_is_known(
 
 def test_plots_are_drawn_where_there_is_data(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    speculation = {"mean_tokens_per_step": 2.0, "experts_touched": 9000}
+    speculation = {"acceptance_length": 2.0, "experts_touched": 9000}
     cells: Cells = {
         (limit, workload, method): pairs_of(1.1, 1.4, **speculation)
         for limit in (1050, None)
         for workload in ("qa", "rag")
         for method in ("exact", "balanced")
     }
-    drawn = draw_all(results_of(cells), {"balanced": 0.94, "exact": 1.0}, tmp_path)
+    agreement = Agreements({("balanced", 1050): Agreement(0.94), ("exact", 1050): Agreement(1.0)})
+    drawn = draw_all(results_of(cells), agreement, tmp_path)
     drawn.append(predictions({"1050 MiB": {"r2": 0.9, "mape": 0.1, "samples": [[0.1, 0.11]]}}, tmp_path))
     names = ["speed-up", "acceptance-cost", "speed-agreement", "predicted-measured"]
     assert [path.stem for path in drawn] == names
     assert all("<svg" in path.read_text() for path in drawn)
-    assert draw_all(results_of({(1050, "qa", "exact"): pairs_of(1.1)}), {}, tmp_path) == drawn[:1]
+    single = results_of({(1050, "qa", "exact"): pairs_of(1.1)})
+    assert draw_all(single, NO_AGREEMENT, tmp_path) == drawn[:1]
+    elsewhere = Agreements({("exact", 2800): Agreement(1.0)})
+    assert draw_all(single, elsewhere, tmp_path) == drawn[:1]
 
 
 # the command
@@ -306,7 +429,7 @@ def test_the_static_server_gets_the_list_of_the_answers_that_are_measured(
 def test_the_static_condition_is_a_reference_without_goals() -> None:
     results = results_of({(1050, "qa", "static"): pairs_of(0.5)})
     results.fits = {f"1050 MiB, {kind}": {"n": 9, "r2": 0.1, "mape": 0.5} for kind in ("static", "shared")}
-    lines = judge(results, {})
+    lines = judge(results, NO_AGREEMENT)
     (ratio,) = [line for line in lines if "static hot list" in line.what]
     assert ratio.passed is None
     failed = [line.what for line in lines if line.passed is False]
@@ -364,8 +487,8 @@ def test_a_run_says_what_it_does_and_prints_the_tables(
     assert command.main(flags) == 0
     said = capsys.readouterr()
     assert "4 pairs of 64 tokens, about 1 min; written to" in said.err
-    assert "1050 MiB, qa, exact: 1.50 (1.50 to 1.50) × off; 2 pairs left" in said.err
-    assert "| qa | 1.50 (1.50 to 1.50) |" in said.out
+    assert "1050 MiB, qa, exact: 1.50 (1.50 to 1.50; 2 pairs) × off; 2 pairs left" in said.err
+    assert "| qa | 1.50 (1.50 to 1.50; 2 pairs) |" in said.out
     assert len(fake_servers) == 2
     assert command.main([*flags, "--resume"]) == 0
     assert len(fake_servers) == 2, "everything was measured"

@@ -166,6 +166,7 @@ class FakeModel:
         root: int,
         n_max: int,
         *,
+        is_retried: bool,
         keeps_bits: bool,
     ) -> list[int]:
         self._check_abort()

@@ -325,16 +325,36 @@ def test_batches_too_small_for_a_verification_are_served_without(spawn: Spawn, t
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_drafts_stay_within_the_budget(spawn: Spawn, tiny_model_path: Path) -> None:
-    budget_bytes = 360 * MIB
-    chat, ready = load(spawn, tiny_model_path, memory_budget_bytes=budget_bytes)
+# every width of a verification, each of which keeps buffers
+EVERY_WIDTH = [
+    *((wire.Speculation(exact=True, adaptive=False, max_nodes=n), 16) for n in range(1, 8)),
+    (wire.Speculation(preset="fast", adaptive=False), 16),
+]
+WIDE = [(wire.Speculation(method="expert-skip"), n_tokens) for n_tokens in range(9, 4, -1)]
+
+
+@pytest.mark.parametrize(
+    ("method", "budget_bytes", "answers"),
+    [("s2moe", 360 * MIB, EVERY_WIDTH), ("expert-skip", 400 * MIB, [*WIDE, *EVERY_WIDTH])],
+    ids=["s2moe", "expert-skip"],
+)
+def test_drafts_stay_within_the_budget(
+    spawn: Spawn,
+    tiny_model_path: Path,
+    method: str,
+    budget_bytes: int,
+    answers: list[tuple[wire.Speculation, int]],
+) -> None:
+    chat, ready = load(
+        *(spawn, tiny_model_path),
+        memory_budget_bytes=budget_bytes,
+        speculation=wire.Speculation(method=method),
+    )
     assert ready.plan is not None
     assert ready.plan.n_slots < ready.plan.n_experts
     stats: list[wire.EngineStats] = []
-    # every width of a verification, each of which keeps buffers
-    every_width = [wire.Speculation(exact=True, adaptive=False, max_nodes=n) for n in range(1, 8)]
-    for speculation in (*every_width, wire.Speculation(preset="fast", adaptive=False)):
-        chat.engine.send(chat.request(STORY, max_tokens=16, speculation=speculation))
+    for speculation, n_tokens in answers:
+        chat.engine.send(chat.request(STORY, max_tokens=n_tokens, speculation=speculation))
         received = chat.engine.receive_until(wire.Finished, wire.Failed)
         assert isinstance(received[-1], wire.Finished), received[-1]
         stats += [message for message in received if isinstance(message, wire.EngineStats)]
@@ -352,9 +372,9 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / STATE_FOLDER
 
 
-def run(spawn: Spawn, model: Path, n_requests: int, *, keep: bool = True) -> str:
+def run(spawn: Spawn, model: Path, n_requests: int, *, keep: bool = True, **options: object) -> str:
     """A server's life; returns its log."""
-    chat, _ = load(spawn, model, keep_expert_counts=keep)
+    chat, _ = load(spawn, model, keep_expert_counts=keep, **options)
     for _ in range(n_requests):
         chat.ask(STORY, max_tokens=24, speculation=FORCED)
     chat.engine.send(wire.Shutdown())
@@ -380,6 +400,18 @@ def test_what_was_learnt_is_kept_at_shutdown_and_used_by_the_next_run(
     run(spawn, tiny_model_path, 1)
     assert [kept] == list(cache_directory.iterdir())
     assert kept.read_text() != first
+
+
+def test_other_settings_of_the_next_start_are_no_damage(
+    spawn: Spawn, tiny_model_path: Path, cache_directory: Path
+) -> None:
+    run(spawn, tiny_model_path, 1)
+    (kept,) = cache_directory.iterdir()
+    first = kept.read_text()
+    for asked in (wire.Speculation(preset="fast"), wire.Speculation(exact=True, max_nodes=4)):
+        log = run(spawn, tiny_model_path, 0, speculation=asked)
+        assert "ignored" not in log
+        assert kept.read_text() == first
 
 
 @pytest.mark.parametrize("damage", [b"", b"{]", b'{"state": 1}'])

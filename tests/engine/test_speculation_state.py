@@ -64,7 +64,7 @@ def test_nearly_the_same_budget_is_the_same(tmp_path: Path) -> None:
 
 def test_nothing_new_is_not_written(tmp_path: Path) -> None:
     state = opened(tmp_path)
-    state.begin(LEARNT)
+    state.begin(LEARNT, LEARNT)
     state.save(LEARNT)
     assert list(tmp_path.iterdir()) == []
     state.save(b"[1]")
@@ -149,9 +149,9 @@ def test_values_that_the_speculator_cannot_use_are_said(
     with caplog.at_level(logging.WARNING):
         again = opened(tmp_path)
         assert again.load() is not None
-        again.begin(b'{"verify":[1.0,2.5]}')
+        again.begin(b'{"verify":[1.0,2.5]}', b'{"verify":[1.0,2.5],"regimes":[["exact"]]}')
         assert not caplog.records
-        again.begin(b'{"verify": []}')
+        again.begin(b'{"verify": []}', b'{"verify": []}')
     assert len(caplog.records) == 1
     assert "ignored in part" in caplog.text
     assert str(state.path) in caplog.text

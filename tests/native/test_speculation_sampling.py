@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,15 @@ import numpy as np
 import pytest
 
 from expert_models import variant_of
-from gguf_factory import ARCHITECTURES, write_random_model
-from speculation_model import EXACT, SpeculationModel, assert_same, plain_answer, prefilled, row_of
+from speculation_model import (
+    EXACT,
+    SpeculationModel,
+    assert_same,
+    plain_answer,
+    prefilled,
+    row_of,
+    write_small_model,
+)
 from stored_model import PROMPT, Layout, StoredModel
 
 pytestmark = pytest.mark.usefixtures("batch_invariance")
@@ -104,12 +110,7 @@ Text = tuple[int, ...]
 def small_model(
     tmp_path_factory: pytest.TempPathFactory, batch_invariance: None
 ) -> Iterator[SpeculationModel]:
-    """Decodes a token in 50 microseconds."""
-    path = tmp_path_factory.mktemp("small") / "small.gguf"
-    llama = ARCHITECTURES["llama"]
-    small = replace(llama, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_ff=32, n_ff_exp=32)
-    write_random_model(path, small)
-    with SpeculationModel(path) as model:
+    with SpeculationModel(write_small_model(tmp_path_factory.mktemp("small"))) as model:
         yield model
 
 

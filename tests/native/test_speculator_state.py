@@ -196,8 +196,8 @@ def test_a_step_whose_draft_failed_is_no_plain_step(
 def test_a_prompt_that_the_draft_evaluates_is_not_held_against_drafting(
     expert_model: Callable[[str], Path],
 ) -> None:
-    """With a context of its own, the first draft of an answer evaluates the prompt, and the first after a pause what
-    was decoded meanwhile."""
+    """With a context of its own, the first draft of an answer evaluates the prompt, and the first after a
+    pause what was decoded meanwhile."""
     with SpeculationModel(expert_model(NAME), n_ctx=512, draft_n_ctx=512) as model:
         run = Run(model, LONG_PROMPT, {"preset": "exact", "shared_context": False})
         while model.speculator.report()["n_drafted"] == 0:

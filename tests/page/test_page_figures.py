@@ -10,7 +10,7 @@ from fake_engine import MODEL, FakeEngine, endless, finished, started, step
 from page_scripts import MIB, stats
 from speculation_reports import REPORT
 
-from s2moe.engine.messages import MemoryPool, Plan
+from s2moe.engine.messages import CostFit, MemoryPool, Plan
 from s2moe.server.engine_client import EngineState
 
 
@@ -76,6 +76,21 @@ def test_last_answer_leaves_its_speed_and_acceptance(open_page: OpenPage) -> Non
     page.driver.refresh()
     until_text(page, "#acceptance-more", "since the start, 2.50 tokens per drafting step")
     assert page.text("#acceptance") == "50 %"
+
+
+def test_quality_of_the_cost_model_is_shown(open_page: OpenPage) -> None:
+    reports = iter([msgspec.structs.replace(REPORT, draft_fit=CostFit()), REPORT])
+    engine = FakeEngine(
+        lambda request: [started(request), step(request, "Hi"), finished(request, speculation=next(reports))]
+    )
+    page = open_page(engine)
+    until_text(page, "#queue", "0 of 16 waiting")
+    assert (page.text("#costs"), page.text("#costs-more")) == ("–", "nothing predicted yet")
+    page.ask_and_wait("hi")
+    until_text(page, "#costs", "3.0 %")
+    assert page.text("#costs-more") == "verification, R² 0.97"
+    page.ask_and_wait("hi")
+    until_text(page, "#costs-more", "verification, R² 0.97; drafts 6.0 %, R² 0.90")
 
 
 def test_waiting_requests_are_counted(open_page: OpenPage) -> None:

@@ -173,6 +173,21 @@ async def test_each_number_of_a_report_reaches_its_series(rig: ServerRig) -> Non
         assert found[key] == pytest.approx(value), key
 
 
+@pytest.mark.parametrize(
+    ("preset", "budget", "displaced"), [("balanced", 0.05, 0.048), ("custom", 0.1, 0.09), ("fast", 0.2, 0.19)]
+)
+async def test_budgets_can_be_read_from_the_buckets_of_displaced_weight(
+    rig: ServerRig, preset: str, budget: float, displaced: float
+) -> None:
+    for share in (displaced, budget + 0.001):
+        report = msgspec.structs.replace(
+            REPORT, preset=preset, displaced_weight=100 * share, n_token_layers=100
+        )
+        rig.metrics.on_finished(end(report))
+    name = "s2moe_spec_decode_displaced_weight_ratio_bucket"
+    assert await rig.sample(name, preset=preset, le=str(budget)) == 1
+
+
 async def test_request_without_drafts_leaves_its_reason_and_no_sample(rig: ServerRig) -> None:
     rig.metrics.on_finished(end(REPORT))
     before = await samples(rig)
