@@ -3,20 +3,24 @@
 # make test    setup, then all tests but those below
 # make test-clients   setup, then real clients, each in an environment of its own: see docs/clients.md
 # make check   linters, formatters and the type checker
+# make cuda    setup with CUDA, for --device cuda (CUDA_ARCHITECTURES="89" picks the chips): see docs/cuda.md
+# make cuda-check   compiles the CUDA code, without a GPU and without linking
 # make native-sanitize   C++ tests under ASan + UBSan, and under TSan
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 CUDA   ?=
+CUDA_ARCHITECTURES ?=
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 
-NATIVE_FLAGS := $(if $(CUDA),--define S2MOE_CUDA=ON)
+CUDA_FLAGS   := $(if $(CUDA_ARCHITECTURES),--define "CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)")
+NATIVE_BUILD := $(if $(CUDA),native/cuda_toolkit.py build $(CUDA_FLAGS),native/build.py)
 PIP_INSTALL  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_FAILED   := { echo "setup: error: pip failed (its reason is above); check the network and run the same command again" >&2; exit 1; }
 
-.PHONY: setup setup-dev native serve test test-clients check format native-sanitize clean
+.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format native-sanitize clean
 .SILENT:
 
 setup: $(STAMPS)/package native
@@ -34,7 +38,13 @@ test-clients: setup-dev
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 native: $(STAMPS)/venv
-	$(BIN)/python native/build.py $(NATIVE_FLAGS)
+	$(BIN)/python $(NATIVE_BUILD)
+
+cuda:
+	$(MAKE) --no-print-directory setup CUDA=1
+
+cuda-check: $(STAMPS)/venv
+	$(BIN)/python native/cuda_toolkit.py check
 
 $(STAMPS)/venv:
 	command -v $(PYTHON) >/dev/null || { echo "setup: error: there is no $(PYTHON); pass another with make PYTHON=…" >&2; exit 1; }
@@ -66,7 +76,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP_INSTALL) --editable '.[dev]' --config-settings=wheel.cmake=false || $(PIP_FAILED)
 	touch $@
 
-CPP_FILES = $(foreach folder,include llama ggml src src/chat src/experts src/sampling src/speculation tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp))
+CPP_FILES = $(foreach folder,cuda include llama ggml src src/chat src/experts src/sampling src/speculation tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp native/$(folder)/*.cu))
 
 # mypy finds the packages under their import names through a folder of links
 check: $(STAMPS)/dev
@@ -75,7 +85,7 @@ check: $(STAMPS)/dev
 	mkdir -p build/typing/s2moe && for package in server engine bench; do \
 	  ln -sfn ../../../$$package build/typing/s2moe/$$package; done
 	MYPYPATH=build/typing $(BIN)/mypy -p s2moe.server -p s2moe.engine -p s2moe.bench
-	$(BIN)/mypy native/prepare.py native/build.py bench/memlimit
+	$(BIN)/mypy native/prepare.py native/build.py native/cuda_toolkit.py bench/memlimit
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/dev

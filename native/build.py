@@ -83,16 +83,16 @@ def run_logged(command: list[str], log: Path, *, show_progress: bool) -> None:
         raise PrepareError(f"`{' '.join(command[:2])} …` failed; the whole output is in {log}")
 
 
-def build(variant: str, defines: dict[str, str], folder: Path) -> Path:
-    """Returns the folder of the libraries."""
+def build(variant: str, defines: dict[str, str], folder: Path, target: str | None = None) -> Path:
+    """Returns the folder of the libraries. With `target`, only that is built."""
     require_tools()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once must not write the same files
-        return _build(variant, defines, folder)
+        return _build(variant, defines, folder, target)
 
 
-def _build(variant: str, defines: dict[str, str], folder: Path) -> Path:
+def _build(variant: str, defines: dict[str, str], folder: Path, target: str | None) -> Path:
     settings = {**VARIANT_DEFINES[variant], **defines}
     # PYTHONHOME and virtual environments do not matter: prepare.py needs the standard library and pip only
     configure = ["cmake", "-S", str(NATIVE_DIR), "-B", str(folder), f"-DPython3_EXECUTABLE={sys.executable}"]
@@ -102,12 +102,17 @@ def _build(variant: str, defines: dict[str, str], folder: Path) -> Path:
     started = time.monotonic()
     run_logged(configure, folder / "configure.log", show_progress=False)
     jobs = job_count()
-    if not any((folder / "bin").glob("libllama.so*")):
+    if target is None and not any((folder / "bin").glob("libllama.so*")):
         say(f"compiling llama.cpp ({variant}) with {jobs} jobs: minutes, once")
-    run_logged(
-        ["cmake", "--build", str(folder), "--parallel", str(jobs)], folder / "build.log", show_progress=True
+    command = ["cmake", "--build", str(folder), "--parallel", str(jobs)]
+    command += [] if target is None else ["--target", target]
+    run_logged(command, folder / "build.log", show_progress=True)
+    what = (
+        f"{variant} libraries are up to date in {folder / 'bin'}"
+        if target is None
+        else f"{target}: all is well"
     )
-    say(f"{variant} libraries are up to date in {folder / 'bin'} ({time.monotonic() - started:.0f} s)")
+    say(f"{what} ({time.monotonic() - started:.0f} s)")
     return folder / "bin"
 
 

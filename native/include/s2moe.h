@@ -63,8 +63,9 @@ S2MOE_API int32_t s2moe_abi_version(void);
 
 /*
  * What was built, as a JSON object: "version" (of s2moe), "source" (release of llama-cpp-python, llama.cpp's
- * commit, patch revision), "cuda" (bool), "system" (llama.cpp's line about CPU features). The string lives as
- * long as the library. [any thread]
+ * commit, patch revision), "cuda" (bool), "cuda_toolkit" (its version, "" without CUDA), "cuda_architectures"
+ * (list of strings as in CMAKE_CUDA_ARCHITECTURES, empty without CUDA). Nothing is asked of any device. The string
+ * lives as long as the library. [any thread]
  */
 S2MOE_API const char * s2moe_build_info(void);
 

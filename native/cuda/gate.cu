@@ -1,0 +1,302 @@
+#include "gate.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include <cuda_runtime.h>
+
+#include "error.h"
+
+namespace s2moe {
+
+namespace {
+
+constexpr int warp_size = 32;
+constexpr int max_warps = 4;
+constexpr int experts_per_lane = 4;
+constexpr unsigned whole_warp = 0xFFFFFFFF;
+
+// The threads of one block, in whole warps.
+class block_lanes {
+  public:
+    // Two of each, so that a warp may begin the next search while another one still reads the results of the last.
+    struct exchange {
+        uint64_t keys[2][max_warps];
+        int indices[2][max_warps];
+    };
+
+    __device__ explicit block_lanes(exchange & shared) : shared(shared) {
+    }
+
+    template <class function> __device__ void each(int n, const function & f) {
+        for (int i = thread(); i < n; i += n_threads()) {
+            f(i);
+        }
+        __syncthreads();
+    }
+
+    template <class function> __device__ void at(int i, const function & f) {
+        if (i % n_threads() == thread()) {
+            f();
+        }
+    }
+
+    template <class function> __device__ int best(int n, const function & key) {
+        uint64_t top = 0;
+        int index = -1;
+        for (int i = thread(); i < n; i += n_threads()) {
+            const uint64_t value = key(i);
+            if (value > top) {
+                top = value;
+                index = i;
+            }
+        }
+        for (int distance = warp_size / 2; distance > 0; distance /= 2) {
+            const uint64_t other_top = __shfl_xor_sync(whole_warp, top, distance);
+            const int other_index = __shfl_xor_sync(whole_warp, index, distance);
+            keep_better(top, index, other_top, other_index);
+        }
+        turn ^= 1;
+        if (thread() % warp_size == 0) {
+            shared.keys[turn][thread() / warp_size] = top;
+            shared.indices[turn][thread() / warp_size] = index;
+        }
+        __syncthreads();
+        top = 0;
+        index = -1;
+        for (int warp = 0; warp < n_threads() / warp_size; ++warp) {
+            keep_better(top, index, shared.keys[turn][warp], shared.indices[turn][warp]);
+        }
+        return index;
+    }
+
+    __device__ void meet() {
+        __syncthreads();
+    }
+
+  private:
+    __device__ static int thread() {
+        return static_cast<int>(threadIdx.x);
+    }
+    __device__ static int n_threads() {
+        return static_cast<int>(blockDim.x);
+    }
+
+    // without a key there is no index, on either side
+    __device__ static void keep_better(uint64_t & top, int & index, uint64_t other_top, int other_index) {
+        if (other_top > top || (other_top == top && other_index < index)) {
+            top = other_top;
+            index = other_index;
+        }
+    }
+
+    exchange & shared;
+    int turn = 0;
+};
+
+__global__ void __launch_bounds__(max_warps * warp_size)
+    gate_kernel(const gate_control * control, gate_layer layer, gate_account * accounts) {
+    __shared__ gate_memory memory;
+    __shared__ block_lanes::exchange exchange;
+    block_lanes lanes(exchange);
+    gate_layer_rows(lanes, *control, layer, accounts, memory);
+}
+
+void check(cudaError_t status, const char * what) {
+    if (status != cudaSuccess) {
+        throw failure(status == cudaErrorMemoryAllocation ? S2MOE_ERROR_NO_MEMORY : S2MOE_ERROR_INTERNAL,
+                      std::string("gate on the GPU: ") + what + ": " + cudaGetErrorString(status));
+    }
+}
+
+// The current device, while it lives.
+class device_scope {
+  public:
+    explicit device_scope(int device) {
+        check(cudaGetDevice(&before), "cudaGetDevice");
+        check(cudaSetDevice(device), "cudaSetDevice");
+    }
+    ~device_scope() {
+        (void)cudaSetDevice(before);
+    }
+    device_scope(const device_scope &) = delete;
+    device_scope & operator=(const device_scope &) = delete;
+
+  private:
+    int before = 0;
+};
+
+std::byte * device_memory(size_t n_bytes) {
+    void * result = nullptr;
+    check(cudaMalloc(&result, n_bytes), "cudaMalloc");
+    return static_cast<std::byte *>(result);
+}
+
+std::byte * pinned_memory(size_t n_bytes) {
+    void * result = nullptr;
+    check(cudaMallocHost(&result, n_bytes), "cudaMallocHost");
+    return static_cast<std::byte *>(result);
+}
+
+// What fails when memory is given back has failed before, and was told then.
+void free_device(std::byte * memory) {
+    (void)cudaFree(memory);
+}
+
+void free_pinned(std::byte * memory) {
+    (void)cudaFreeHost(memory);
+}
+
+void free_event(CUevent_st * event) {
+    (void)cudaEventDestroy(event);
+}
+
+size_t aligned(size_t n_bytes) {
+    return (n_bytes + 255) / 256 * 256;
+}
+
+} // namespace
+
+gate_call gate_call_of(const ggml_tensor * op, const llama_moe_gate_layer & layer) {
+    const ggml_tensor * scores = op->src[0];
+    const ggml_tensor * weights = op->src[1];
+    gate_call call;
+    call.layer = layer.layer;
+    call.n_rows = static_cast<int32_t>(op->ne[1]);
+    call.n_expert = static_cast<int32_t>(op->ne[0]);
+    call.k = layer.k;
+    call.kind = layer.scores;
+    call.scores = {static_cast<const float *>(scores->data), scores->nb[1]};
+    call.weights = {static_cast<const float *>(weights->data), weights->nb[1]};
+    call.gated = {static_cast<float *>(op->data), op->nb[1]};
+    return call;
+}
+
+bool device_gate::supports(const ggml_tensor * op) {
+    const auto fits = [](const ggml_tensor * t) {
+        return t != nullptr && t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->ne[2] == 1 && t->ne[3] == 1;
+    };
+    return fits(op) && fits(op->src[0]) && fits(op->src[1]) && op->ne[0] <= max_gate_experts &&
+           op->ne[1] <= max_gate_rows;
+}
+
+device_gate::device_gate(int device, int n_layer, int n_expert, int n_ids)
+    : device(device), n_layer(n_layer), n_expert(n_expert), n_ids(n_ids), on_device(nullptr, free_device),
+      staging(nullptr, free_pinned), results(nullptr, free_pinned), staged(nullptr, free_event) {
+    if (n_layer < 1 || n_expert < 1 || n_expert > max_gate_experts || n_ids < 1 || n_ids > n_expert) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      "gate on the GPU: n_expert is " + std::to_string(n_expert) + " and n_ids " +
+                          std::to_string(n_ids) + "; it takes up to " + std::to_string(max_gate_experts) +
+                          " experts a layer, and as many ids");
+    }
+    const device_scope scope(device);
+    const size_t state_bytes = sizeof(state) + static_cast<size_t>(n_layer) * n_expert;
+    on_device.reset(device_memory(aligned(state_bytes) + 2 * ids_bytes(max_gate_rows)));
+    staging.reset(pinned_memory(state_bytes));
+    results.reset(pinned_memory(aligned(sizeof(state::accounts)) + 2 * ids_bytes(max_gate_rows)));
+    CUevent_st * made = nullptr;
+    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    staged.reset(made);
+}
+
+device_gate::~device_gate() = default;
+
+device_gate::state * device_gate::state_in(const memory & where) const {
+    return reinterpret_cast<state *>(where.get());
+}
+
+size_t device_gate::ids_bytes(int n_rows) const {
+    return static_cast<size_t>(n_layer) * n_rows * n_ids * sizeof(int32_t);
+}
+
+void device_gate::begin(const gate_control & control, const uint8_t * residency, CUstream_st * stream) {
+    if (control.n_rows < 0 || control.n_rows > max_gate_rows || control.k_draft < 0 || control.k_draft > n_ids) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      "gate on the GPU: n_rows is " + std::to_string(control.n_rows) + " and k_draft " +
+                          std::to_string(control.k_draft) + "; it takes up to " + std::to_string(max_gate_rows) +
+                          " rows and " + std::to_string(n_ids) + " ids");
+    }
+    const device_scope scope(device);
+    problem = cudaSuccess;
+    const size_t residency_bytes = static_cast<size_t>(n_layer) * n_expert;
+    const size_t state_bytes = sizeof(state) + residency_bytes;
+    check(cudaEventSynchronize(staged.get()), "cudaEventSynchronize"); // long done, unless a decode was given up
+    *state_in(staging) = state{control, {}};
+    std::memcpy(staging.get() + sizeof(state), residency, residency_bytes);
+    check(cudaMemcpyAsync(on_device.get(), staging.get(), state_bytes, cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    check(cudaEventRecord(staged.get(), stream), "cudaEventRecord");
+    check(cudaMemsetAsync(on_device.get() + aligned(state_bytes), 0xFF, 2 * ids_bytes(max_gate_rows), stream),
+          "cudaMemsetAsync");
+}
+
+void device_gate::launch(const gate_call & call, CUstream_st * stream) noexcept {
+    if (problem != cudaSuccess) {
+        return;
+    }
+    if (call.layer < 0 || call.layer >= n_layer || call.n_rows < 1 || call.n_rows > max_gate_rows ||
+        call.n_expert < 1 || call.n_expert > n_expert || call.k < 1 || call.k > n_ids) {
+        problem = cudaErrorInvalidValue;
+        return;
+    }
+    const size_t state_bytes = sizeof(state) + static_cast<size_t>(n_layer) * n_expert;
+    auto * ids = reinterpret_cast<int32_t *>(on_device.get() + aligned(state_bytes)) +
+                 static_cast<size_t>(call.layer) * max_gate_rows * n_ids;
+    gate_layer layer;
+    layer.n_rows = call.n_rows;
+    layer.n_expert = call.n_expert;
+    layer.k = call.k;
+    layer.kind = call.kind;
+    layer.n_ids = n_ids;
+    layer.scores = call.scores;
+    layer.weights = call.weights;
+    layer.gated = call.gated;
+    layer.residency =
+        reinterpret_cast<const uint8_t *>(on_device.get() + sizeof(state)) + static_cast<size_t>(call.layer) * n_expert;
+    layer.exact = ids;
+    layer.chosen = ids + ids_bytes(max_gate_rows) / sizeof(int32_t);
+    const int n_warps = (call.n_expert + experts_per_lane * warp_size - 1) / (experts_per_lane * warp_size);
+    gate_kernel<<<1, std::min(n_warps, max_warps) * warp_size, 0, stream>>>(
+        &state_in(on_device)->control, layer, state_in(on_device)->accounts);
+    problem = cudaGetLastError();
+}
+
+gate_outcome device_gate::read(int n_rows, CUstream_st * stream) {
+    check(static_cast<cudaError_t>(problem), "a layer's kernel");
+    if (n_rows < 1 || n_rows > max_gate_rows) {
+        throw failure(S2MOE_ERROR_INVALID, "gate on the GPU: n_rows is " + std::to_string(n_rows));
+    }
+    const device_scope scope(device);
+    const size_t state_bytes = sizeof(state) + static_cast<size_t>(n_layer) * n_expert;
+    std::byte * ids = results.get() + aligned(sizeof(state::accounts));
+    const size_t row_bytes = n_ids * sizeof(int32_t);
+    check(cudaMemcpyAsync(results.get(),
+                          state_in(on_device)->accounts,
+                          n_rows * sizeof(gate_account),
+                          cudaMemcpyDeviceToHost,
+                          stream),
+          "cudaMemcpyAsync");
+    // exact and chosen as one matrix of 2 n_layer rows
+    check(cudaMemcpy2DAsync(ids,
+                            n_rows * row_bytes,
+                            on_device.get() + aligned(state_bytes),
+                            max_gate_rows * row_bytes,
+                            n_rows * row_bytes,
+                            2 * static_cast<size_t>(n_layer),
+                            cudaMemcpyDeviceToHost,
+                            stream),
+          "cudaMemcpy2DAsync");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    gate_outcome outcome;
+    outcome.n_ids = n_ids;
+    const auto * accounts = reinterpret_cast<const gate_account *>(results.get());
+    outcome.accounts.assign(accounts, accounts + n_rows);
+    const auto * exact = reinterpret_cast<const int32_t *>(ids);
+    const auto n = static_cast<ptrdiff_t>(ids_bytes(n_rows) / sizeof(int32_t));
+    outcome.exact.assign(exact, exact + n);
+    outcome.chosen.assign(exact + n, exact + 2 * n);
+    return outcome;
+}
+
+} // namespace s2moe

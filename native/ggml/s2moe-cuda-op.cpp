@@ -1,0 +1,64 @@
+#include "s2moe-cuda-op.h"
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "ggml-impl.h"
+
+namespace {
+
+// ggml-cuda's dispatch is one function for all backends and contexts, so this is one table for all, too.
+class op_table {
+  public:
+    void set(ggml_custom_op_t on_host, s2moe_cuda_op op) {
+        const std::lock_guard lock(mutex);
+        if (op.run != nullptr && op.supports != nullptr) {
+            ops[on_host] = op;
+        } else {
+            ops.erase(on_host);
+        }
+    }
+
+    s2moe_cuda_op find(ggml_custom_op_t on_host) {
+        const std::lock_guard lock(mutex);
+        const auto found = ops.find(on_host);
+        return found == ops.end() ? s2moe_cuda_op{} : found->second;
+    }
+
+  private:
+    std::mutex mutex;
+    std::map<ggml_custom_op_t, s2moe_cuda_op> ops;
+};
+
+op_table & registered() {
+    static op_table table;
+    return table;
+}
+
+ggml_custom_op_params params_of(const ggml_tensor * op) {
+    ggml_custom_op_params params;
+    std::memcpy(&params, op->op_params, sizeof(params));
+    return params;
+}
+
+} // namespace
+
+void s2moe_cuda_set_op(ggml_custom_op_t on_host, s2moe_cuda_op op) {
+    registered().set(on_host, op);
+}
+
+bool s2moe_cuda_supports_op(const ggml_tensor * op) {
+    const s2moe_cuda_op found = registered().find(params_of(op).fun);
+    return found.supports != nullptr && found.supports(op);
+}
+
+bool s2moe_cuda_run_op(ggml_tensor * dst, CUstream_st * stream) {
+    const ggml_custom_op_params params = params_of(dst);
+    const s2moe_cuda_op found = registered().find(params.fun);
+    if (found.run == nullptr) {
+        return false;
+    }
+    found.run(dst, stream, params.userdata);
+    return true;
+}

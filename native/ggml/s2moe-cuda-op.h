@@ -1,0 +1,28 @@
+// The patch's door into ggml-cuda: operations of ours (GGML_OP_CUSTOM) that the GPU computes.
+//
+// An operation is known by the function that computes it on the CPU. With none registered ggml-cuda supports no custom
+// operation, as unpatched, and the scheduler leaves them to the CPU.
+
+#pragma once
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+struct CUstream_st; // cudaStream_t points to it
+
+struct s2moe_cuda_op {
+    // Whether the GPU can compute `op`, whose tensors may have no memory yet.
+    bool (*supports)(const ggml_tensor * op);
+
+    // Queues the work on `stream`, of the current device. It may be recorded into a CUDA graph and repeated, so it must
+    // not wait, and what changes between decodes must lie in device memory.
+    void (*run)(ggml_tensor * dst, CUstream_st * stream, void * userdata);
+};
+
+// From now on the GPU computes operations whose CPU function is on_host; an empty op takes that back. Thread-safe, but
+// graphs that were divided among the backends before stay as they are.
+GGML_BACKEND_API void s2moe_cuda_set_op(ggml_custom_op_t on_host, s2moe_cuda_op op);
+
+// What the patch calls.
+bool s2moe_cuda_supports_op(const ggml_tensor * op);
+bool s2moe_cuda_run_op(ggml_tensor * dst, CUstream_st * stream); // false: it is not registered

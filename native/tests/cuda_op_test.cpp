@@ -1,0 +1,50 @@
+// Operations of ours are the GPU's as long as they are registered, and only then.
+
+#include "check.h"
+#include "s2moe-cuda-op.h"
+
+namespace {
+
+void on_host(ggml_tensor *, int, int, void *) {
+}
+
+void on_host_too(ggml_tensor *, int, int, void *) {
+}
+
+struct run_record {
+    ggml_tensor * dst = nullptr;
+    CUstream_st * stream = nullptr;
+};
+
+const s2moe_cuda_op recording = {
+    [](const ggml_tensor * op) { return op->ne[0] <= 4; },
+    [](ggml_tensor * dst, CUstream_st * stream, void * userdata) {
+        *static_cast<run_record *>(userdata) = {dst, stream};
+    },
+};
+
+} // namespace
+
+int main() {
+    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 16, nullptr, true}), ggml_free);
+    run_record record;
+    const auto make_op = [&](ggml_custom_op_t function, int64_t n) {
+        ggml_tensor * source = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n);
+        return ggml_custom_4d(ctx.get(), GGML_TYPE_F32, n, 1, 1, 1, &source, 1, function, 1, &record);
+    };
+    ggml_tensor * op = make_op(on_host, 4);
+    ggml_tensor * large = make_op(on_host, 5);
+    ggml_tensor * other = make_op(on_host_too, 4);
+    auto * stream = reinterpret_cast<CUstream_st *>(&record);
+
+    CHECK(!s2moe_cuda_supports_op(op) && !s2moe_cuda_run_op(op, stream) && record.dst == nullptr);
+
+    s2moe_cuda_set_op(on_host, recording);
+    CHECK(s2moe_cuda_supports_op(op) && !s2moe_cuda_supports_op(large));
+    CHECK(!s2moe_cuda_supports_op(other) && !s2moe_cuda_run_op(other, stream) && record.dst == nullptr);
+    CHECK(s2moe_cuda_run_op(op, stream) && record.dst == op && record.stream == stream);
+
+    s2moe_cuda_set_op(on_host, {});
+    CHECK(!s2moe_cuda_supports_op(op) && !s2moe_cuda_run_op(op, stream));
+    return 0;
+}

@@ -1,0 +1,221 @@
+// The gate's rule as it is written for GPUs chooses exactly what the CPU's own code chooses, whatever computes it.
+
+#include <array>
+#include <barrier>
+#include <thread>
+
+#include "gate_cases.h"
+
+using namespace s2moe;
+
+namespace {
+
+gate_layer layer_of(const gate_case & of, gate_case_result & result, size_t i) {
+    gate_layer layer;
+    layer.n_rows = of.n_rows;
+    layer.n_expert = of.n_expert;
+    layer.k = of.k;
+    layer.kind = of.layers[i].kind;
+    layer.n_ids = of.n_ids;
+    layer.scores = {of.layers[i].scores.data(), of.n_stride * sizeof(float)};
+    layer.weights = {of.layers[i].weights.data(), of.n_stride * sizeof(float)};
+    layer.gated = {result.layers[i].gated.data(), of.n_expert * sizeof(float)};
+    layer.residency = of.layers[i].residency.data();
+    layer.exact = result.layers[i].exact.data();
+    layer.chosen = result.layers[i].chosen.data();
+    return layer;
+}
+
+// What shared memory holds before a kernel is anything.
+struct dirty_memory {
+    gate_memory memory;
+
+    dirty_memory() {
+        std::memset(static_cast<void *>(&memory), 0x01, sizeof(memory));
+    }
+};
+
+template <class lanes_type> gate_case_result computed_by(lanes_type & lanes, const gate_case & of) {
+    gate_case_result result(of);
+    dirty_memory memory;
+    for (size_t i = 0; i < of.layers.size(); ++i) {
+        const gate_layer layer = layer_of(of, result, i);
+        gate_layer_rows(lanes, of.control, layer, result.accounts.data(), memory.memory);
+    }
+    return result;
+}
+
+// Does what lanes do in any order, in one thread.
+class shuffled_lanes {
+  public:
+    template <class function> void each(int n, const function & f) {
+        for (const int i : order(n)) {
+            f(i);
+        }
+    }
+    template <class function> void at(int, const function & f) {
+        f();
+    }
+    template <class function> int best(int n, const function & key) {
+        uint64_t top = 0;
+        int index = -1;
+        for (const int i : order(n)) {
+            const uint64_t value = key(i);
+            if (value > top || (value == top && value != 0 && i < index)) {
+                top = value;
+                index = i;
+            }
+        }
+        return index;
+    }
+    void meet() {
+    }
+
+  private:
+    std::vector<int> order(int n) {
+        std::vector<int> indices(n);
+        std::iota(indices.begin(), indices.end(), 0);
+        std::shuffle(indices.begin(), indices.end(), random);
+        return indices;
+    }
+
+    std::mt19937_64 random{3};
+};
+
+// Threads that meet where those of a block meet, and nowhere else: the thread sanitizer sees what is missing.
+class thread_lanes {
+  public:
+    static constexpr int n_lanes = 3;
+
+    struct team {
+        std::barrier<> barrier{n_lanes};
+        std::array<std::array<std::pair<uint64_t, int>, n_lanes>, 2> found;
+    };
+
+    thread_lanes(team & with, int lane) : with(with), lane(lane) {
+    }
+
+    template <class function> void each(int n, const function & f) {
+        for (int i = lane; i < n; i += n_lanes) {
+            f(i);
+        }
+        meet();
+    }
+    template <class function> void at(int i, const function & f) {
+        if (i % n_lanes == lane) {
+            f();
+        }
+    }
+    template <class function> int best(int n, const function & key) {
+        std::pair<uint64_t, int> top{0, -1};
+        const auto keep_better = [&](const std::pair<uint64_t, int> & other) {
+            if (other.first > top.first || (other.first == top.first && other.second < top.second)) {
+                top = other;
+            }
+        };
+        for (int i = lane; i < n; i += n_lanes) {
+            if (const uint64_t value = key(i); value != 0) {
+                keep_better({value, i});
+            }
+        }
+        turn ^= 1;
+        with.found[turn][lane] = top;
+        meet();
+        for (const auto & each : with.found[turn]) {
+            keep_better(each);
+        }
+        return top.second;
+    }
+    void meet() {
+        with.barrier.arrive_and_wait();
+    }
+
+  private:
+    team & with;
+    int lane;
+    int turn = 0;
+};
+
+gate_case_result computed_by_threads(const gate_case & of) {
+    gate_case_result result(of);
+    dirty_memory memory;
+    thread_lanes::team team;
+    std::vector<std::thread> threads;
+    for (int lane = 0; lane < thread_lanes::n_lanes; ++lane) {
+        threads.emplace_back([&, lane] {
+            thread_lanes lanes(team, lane);
+            for (size_t i = 0; i < of.layers.size(); ++i) {
+                const gate_layer layer = layer_of(of, result, i);
+                gate_layer_rows(lanes, of.control, layer, result.accounts.data(), memory.memory);
+                lanes.meet(); // kernels on a stream run one after the other
+            }
+        });
+    }
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+    return result;
+}
+
+void test_keys_order_as_numbers_do() {
+    const double infinity = std::numeric_limits<double>::infinity();
+    const double least = std::numeric_limits<double>::denorm_min();
+    const double greatest = std::numeric_limits<double>::max();
+    const double rising[] = {-greatest, -1.5, -1, -least, 0, least, 1, 1.5, greatest, infinity};
+    for (size_t i = 0; i + 1 < std::size(rising); ++i) {
+        CHECK(order_key(rising[i]) < order_key(rising[i + 1]));
+    }
+    CHECK(order_key(-0.0) == order_key(0.0));
+    CHECK(order_key(-greatest) > 0);
+    for (const double none : {-infinity, std::nan(""), -std::nan("")}) {
+        CHECK(order_key(none) == 0);
+    }
+}
+
+void test_one_lane() {
+    gate_case_maker maker(1);
+    gate_case_counts counts;
+    one_lane lanes;
+    for (int i = 0; i < 2000; ++i) {
+        const gate_case of = maker.next(max_gate_rows, max_gate_experts, max_gate_experts);
+        const gate_case_result expected = expected_of(of);
+        check_equal(computed_by(lanes, of), expected, 0);
+        counts.add(of, expected);
+    }
+    counts.check(50);
+}
+
+void test_order_of_lanes_does_not_matter() {
+    gate_case_maker maker(2);
+    gate_case_counts counts;
+    shuffled_lanes lanes;
+    for (int i = 0; i < 500; ++i) {
+        const gate_case of = maker.next(8, 128, 10);
+        const gate_case_result expected = expected_of(of);
+        check_equal(computed_by(lanes, of), expected, 0);
+        counts.add(of, expected);
+    }
+    counts.check(10);
+}
+
+void test_lanes_meet_where_they_must() {
+    gate_case_maker maker(3);
+    gate_case_counts counts;
+    for (int i = 0; i < 60; ++i) {
+        const gate_case of = maker.next(8, 60, 4);
+        const gate_case_result expected = expected_of(of);
+        check_equal(computed_by_threads(of), expected, 0);
+        counts.add(of, expected);
+    }
+    counts.check(2);
+}
+
+} // namespace
+
+int main() {
+    test_keys_order_as_numbers_do();
+    test_one_lane();
+    test_order_of_lanes_does_not_matter();
+    test_lanes_meet_where_they_must();
+    return 0;
+}

@@ -1,0 +1,111 @@
+"""`make cuda-check` compiles what it says, shows what does not compile, and names what a toolkit lacks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TOOLKIT = REPOSITORY / "native" / "cuda_toolkit.py"
+CHECKED = ("gate.cu", "ggml-cuda.cu", "s2moe-cuda-op.cpp")
+
+needs_nvcc = pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="no nvcc: `make cuda-check` would fetch one, a test does not"
+)
+
+
+def run_toolkit(
+    *arguments: str, native: Path = TOOLKIT.parent, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(native / TOOLKIT.name), *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+@needs_nvcc
+@pytest.mark.timeout(1200)
+def test_checked_files_compile_for_both_chips() -> None:
+    result = run_toolkit("check")
+    assert result.returncode == 0, result.stderr
+    folder = REPOSITORY / "build" / "native" / "cuda-check"
+    commands = (folder / "compile_commands.json").read_text()
+    for chip in ("87", "89"):
+        assert f"arch=compute_{chip},code=[sm_{chip}]" in commands
+    objects = [path.name for path in folder.rglob("*.o")]
+    for source in CHECKED:
+        assert any(source in name for name in objects), f"{source} was not compiled"
+
+
+@needs_nvcc
+def test_error_in_a_kernel_is_shown(tmp_path: Path) -> None:
+    """In a copy of native/, whose build ends at the first file that does not compile."""
+    native = tmp_path / "native"
+    shutil.copytree(TOOLKIT.parent, native)
+    kernel = native / "cuda" / "gate_rule.h"
+    kernel.write_text(kernel.read_text().replace("lanes.meet();", "lanes.meat();", 1))
+    prepared = REPOSITORY / "build" / "native" / "s2moe" / "source"
+    folder = tmp_path / "build"
+    result = run_toolkit(
+        "check", "--folder", str(folder), "--define", f"S2MOE_LLAMA_DIR={prepared}", native=native
+    )
+    assert result.returncode == 1
+    assert "meat" in result.stderr
+
+
+def test_toolkit_that_cannot_run_is_named() -> None:
+    line = last_line(run_toolkit("check", CUDACXX="/nonexistent/nvcc"))
+    assert "CUDACXX is /nonexistent/nvcc" in line
+    assert "unset it" in line
+
+
+def test_toolkit_that_does_not_work_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "nvcc"
+    broken.write_text("#!/bin/sh\necho 'no cicc here' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    line = last_line(run_toolkit("check", CUDACXX=str(broken)))
+    assert "does not work: no cicc here" in line
+    assert "CUDACXX" in line
+
+
+def fake_nvcc(folder: Path, release: str) -> Path:
+    """One that knows its folder and release, and nothing else."""
+    script = folder / "nvcc"
+    script.write_text(
+        f"#!/bin/sh\necho '#$ TOP={folder}' >&2\necho 'Cuda compilation tools, release {release}, V'\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.skipif(Path("/usr/include/cublas_v2.h").exists(), reason="this machine's cuBLAS is found")
+def test_toolkit_without_cublas_that_cannot_be_completed_is_named(tmp_path: Path) -> None:
+    line = last_line(run_toolkit("check", CUDACXX=str(fake_nvcc(tmp_path, "12.6"))))
+    assert "CUDA 12 toolkit" in line
+    assert "has no cuBLAS" in line
+    assert "libcublas-dev-12" in line
+
+
+@pytest.mark.skipif(Path("/usr/include/cublas_v2.h").exists(), reason="this machine's cuBLAS is found")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels are pinned for x86-64 only")
+def test_offline_names_the_remedy(tmp_path: Path) -> None:
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    cache = tmp_path / "cache"
+    line = last_line(
+        run_toolkit("check", CUDACXX=str(fake_nvcc(tmp_path, "13.0")), S2MOE_CACHE_DIR=str(cache), **offline)
+    )
+    assert "cannot download nvidia-cublas" in line
+    assert "Check the network" in line
+    assert not any(cache.rglob("*.whl"))
