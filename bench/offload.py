@@ -196,7 +196,7 @@ def write_json(path: Path, context: Context, arguments: argparse.Namespace) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         "version": version("s2moe"),
-        "build": Library().build_info(),
+        "build": Library().describe_build(),
         "machine": describe_machine(),
         "model": {"name": context.model.name, "bytes": context.model.stat().st_size},
         "arguments": {

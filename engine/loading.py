@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from s2moe.engine.contexts import DEFAULT_N_BATCH, ContextMaker, Contexts
+from s2moe.engine.device import ON_CPU, Device
 from s2moe.engine.embedding import may_name_pooling
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.memory import (
@@ -41,6 +42,8 @@ from s2moe.engine.speculation import SpeculationSupport
 logger = logging.getLogger(__name__)
 
 GGUF_MAGIC = b"GGUF"
+ALL_LAYERS = 999
+NO_GPU = -1
 _libc = ctypes.CDLL(None)
 
 Progress = Callable[[str, float], None]
@@ -82,6 +85,7 @@ class Loader:
         configure: Configure,
         n_threads: int,
         measure: Callable[[], Footprint],
+        device: Device = ON_CPU,
     ) -> None:
         """`measure` says what both processes take."""
         self._llama_cpp = llama_cpp
@@ -90,14 +94,14 @@ class Loader:
         self._configure = configure
         self._contexts = ContextMaker(llama_cpp, library, log, configure, n_threads)
         self._measure = measure
+        self._device = device
         self._path = configure.model_path
 
     def load(self, on_progress: Progress, on_plan: OnPlan | None = None) -> LoadedModel:
         """Raises EngineStartError; nothing stays allocated then."""
-        if self._configure.device == "cpu":
+        if not self._device.gpus:
             return self._load_planned(on_progress, on_plan)
-        if self._configure.memory_budget_bytes:
-            logger.warning("--memory-budget is for --device cpu; on a GPU nothing is planned")
+        self._device.check_holds(self._file_layout.expert_bytes)
         on_progress("model", 0.0)
         handle = self._load_model(self._model_params(None), on_progress)
         try:
@@ -249,14 +253,18 @@ class Loader:
     # llama.cpp
 
     @cached_property
-    def _layout(self) -> ModelLayout:
+    def _file_layout(self) -> ModelLayout:
         try:
-            layout = ModelLayout.from_json(model_layout(self._library, self._path))
+            return ModelLayout.from_json(model_layout(self._library, self._path))
         except NativeError as error:
             raise EngineStartError(
                 "model_invalid",
                 f"cannot load {about(self._path, error)}",
             ) from error
+
+    @cached_property
+    def _layout(self) -> ModelLayout:
+        layout = self._file_layout
         # a text uses nearly all experts of a layer at once: a cache would be of no use
         return layout.without_experts() if self._gives_embeddings else layout
 
@@ -269,7 +277,12 @@ class Loader:
 
     def _model_params(self, experts: Experts | None) -> Any:
         params = self._llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 999 if self._configure.device == "cuda" else 0
+        if self._device.gpus:
+            params.n_gpu_layers = ALL_LAYERS
+        else:
+            params.n_gpu_layers = 0
+            # llama.cpp would still compute large batches on a GPU that it sees, and keep buffers there
+            params.split_mode, params.main_gpu = self._llama_cpp.LLAMA_SPLIT_MODE_NONE, NO_GPU
         if experts is not None:
             params.tensor_buft_overrides = experts.overrides
         if experts is not None or self._configure.memory_budget_bytes:

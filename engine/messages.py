@@ -241,6 +241,19 @@ class LoadProgress(Message, frozen=True, tag=True):
     comes with Ready."""
 
 
+class ServingDevice(Message, frozen=True, tag=True):
+    """What the model runs on."""
+
+    kind: str
+    """`cpu` or `cuda`."""
+    name: str = ""
+    """As the driver or the kernel calls it; empty = not known."""
+    compute_capability: str = ""
+    """Of a GPU: `8.9`."""
+    total_bytes: int = 0
+    """Memory of a GPU, which may be the machine's; 0 = not a GPU."""
+
+
 class ModelInfo(Message, frozen=True, tag=True):
     architecture: str
     name: str
@@ -276,6 +289,8 @@ class ModelInfo(Message, frozen=True, tag=True):
     """Whether Embed works; such a model answers no Generate."""
     default_sampling: Sampling = Sampling()
     """What requests get that do not say otherwise; its None are not known, or random for the seed."""
+    devices: list[ServingDevice] = []
+    """The processor, or all GPUs that the model is spread over."""
 
 
 class Plan(Message, frozen=True, tag=True):

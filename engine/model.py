@@ -16,6 +16,7 @@ from s2moe.engine.cache_directory import cache_directory
 from s2moe.engine.contexts import meta_value
 from s2moe.engine.cpu import default_thread_count, processor_name
 from s2moe.engine.default_sampling import default_sampling
+from s2moe.engine.device import choose_device
 from s2moe.engine.embedding import Embedder
 from s2moe.engine.errors import EngineStartError, RequestAbortedError, RequestError
 from s2moe.engine.evaluated_tokens import EvaluatedTokens, token_array
@@ -74,16 +75,20 @@ class Model:
         on_progress("library", 0.0)
         self.llama_cpp: Any = load_llama_cpp()
         self.library = Library()
-        self._log = NativeLog(self.llama_cpp)
+        # before llama.cpp looks for GPUs itself
+        self.device = choose_device(configure, self.library.build_info())
+        self._log = NativeLog(self.llama_cpp, needs_gpu=bool(self.device.gpus))
         self.llama_cpp.llama_backend_init()
         self.n_threads = configure.n_threads or default_thread_count()
-        self._check_device(configure)
+        self._check_gpus()
         check_file(Path(configure.model_path))
         on_progress("library", 1.0)
 
         self._front_end_bytes = configure.front_end_bytes
+        logger.info("%s", self.device.describe())
         loader = Loader(
-            self.llama_cpp, self.library, self._log, configure, self.n_threads, self._planned_footprint
+            *(self.llama_cpp, self.library, self._log, configure, self.n_threads, self._planned_footprint),
+            self.device,
         )
         self._loaded = loader.load(on_progress, on_plan)
         self.handle, self.context = self._loaded.handle, self._loaded.contexts.main
@@ -117,24 +122,14 @@ class Model:
 
     # loading
 
-    def _check_device(self, configure: Configure) -> None:
-        if configure.device == "cpu":
-            return
-        if configure.device != "cuda":
-            raise EngineStartError(
-                "invalid_device", f"--device {configure.device} is unknown; use cpu or cuda"
-            )
-        if not self.library.build_info()["cuda"]:
+    def _check_gpus(self) -> None:
+        """llama.cpp would load the model into the machine's memory without a word."""
+        if self.device.gpus and not self.llama_cpp.llama_supports_gpu_offload():
             raise EngineStartError(
                 "device_unavailable",
-                "--device cuda, but this build has no CUDA; rebuild with `make setup CUDA=1` "
-                "or use --device cpu",
-            )
-        if not self.llama_cpp.llama_supports_gpu_offload():
-            raise EngineStartError(
-                "device_unavailable",
-                "--device cuda, but no CUDA device answers; check the driver with nvidia-smi, and in a "
-                "container pass --gpus all (Jetson: --runtime nvidia)",
+                "--device cuda, but llama.cpp cannot use the GPU that the driver shows: "
+                f"{self._log.explain('it gave no reason')}; run nvidia-smi to see whether it works, or use "
+                "--device cpu",
             )
 
     def _create_template(self, configure: Configure) -> ChatTemplate:
@@ -284,6 +279,7 @@ class Model:
             n_embd=self.llama_cpp.llama_model_n_embd_out(self.handle),
             gives_embeddings=self._embedder is not None,
             default_sampling=default_sampling(partial(meta_value, self.llama_cpp, self.handle)),
+            devices=self.device.to_wire(),
         )
 
     @property

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from s2moe.engine.cuda_probe import DRIVER_REMEDY
 from s2moe.engine.messages import ToolCallDelta
 from s2moe.engine.stream.answer import Delta
 
@@ -125,12 +126,23 @@ def _without_init(package: str) -> Iterator[None]:
 
 def _unusable(reason: object) -> LibraryNotFoundError:
     text = str(reason).splitlines()[0]
+    if "libcuda.so" in text:
+        return LibraryNotFoundError(
+            f"the native library needs NVIDIA's driver, even on the CPU ({text}); {DRIVER_REMEDY}, or run "
+            "`make setup` again"
+        )
+    if "libcudart" in text or "libcublas" in text:
+        return LibraryNotFoundError(
+            f"the native library was built for CUDA, whose runtime is missing ({text}); install that version "
+            "of it or name its folder in LD_LIBRARY_PATH, or rebuild without CUDA"
+        )
     return LibraryNotFoundError(f"the native library cannot be used ({text}); run `make setup` again")
 
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "s2moe_abi_version": (c_int32, []),
     "s2moe_build_info": (c_char_p, []),
+    "llama_print_system_info": (c_char_p, []),
     "s2moe_last_error": (c_char_p, []),
     "s2moe_string_free": (None, [c_void_p]),
     "s2moe_model_moe_info": (None, [c_void_p, POINTER(MoeInfo)]),
@@ -192,8 +204,13 @@ class Library:
             raise _unusable(error) from error
 
     def build_info(self) -> dict[str, Any]:
+        """The object that the header describes. Starts no backend, so that a GPU is left alone."""
         info: dict[str, Any] = json.loads(self._lib.s2moe_build_info())
         return info
+
+    def describe_build(self) -> dict[str, Any]:
+        """The same, with llama.cpp's line about processors as "system"."""
+        return {**self.build_info(), "system": self._lib.llama_print_system_info().decode(errors="replace")}
 
     def last_error(self) -> str:
         text: bytes = self._lib.s2moe_last_error()

@@ -23,6 +23,8 @@ _EXPECTED = (
     "unsupported grammar, left recursion detected",
 )
 """What llama.cpp says when a decode is aborted, or a client's grammar is wrong: ordinary events here."""
+_NO_GPU = "failed to initialize CUDA"
+"""What it says where it was built with CUDA and finds no GPU."""
 
 
 _callbacks: list[Any] = []
@@ -33,8 +35,10 @@ came to be; so none of the few is ever freed."""
 class NativeLog:
     """Routes llama.cpp's log into ours and remembers its last errors, which explain a failed load."""
 
-    def __init__(self, llama_cpp: Any) -> None:
+    def __init__(self, llama_cpp: Any, *, needs_gpu: bool = False) -> None:
+        """`needs_gpu`: whether it is an error that there is none."""
         self.errors: deque[str] = deque(maxlen=5)
+        self._expected = _EXPECTED if needs_gpu else (*_EXPECTED, _NO_GPU)
         self._lock = threading.Lock()
         callback = llama_cpp.llama_log_callback(self._receive)
         _callbacks.append(callback)
@@ -44,7 +48,7 @@ class NativeLog:
         line = text.decode(errors="replace").strip()
         if not line:
             return
-        is_expected = any(words in line for words in _EXPECTED)
+        is_expected = any(words in line for words in self._expected)
         if level == GGML_LOG_LEVEL_ERROR and not is_expected:
             with self._lock:
                 self.errors.append(line)

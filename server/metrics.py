@@ -101,6 +101,12 @@ class Metrics:
             "The served model; 1 once it is known",
             *("model", "architecture", "quantization", "ctx", "n_experts", "n_experts_used", "spec_method"),
         )
+        self.device_info = self._gauge(
+            "device_info",
+            "What the model runs on, the CPU or every GPU that it is spread over: how many there are of this "
+            "name, once it is known",
+            *("device", "name", "compute_capability"),
+        )
         self.http_requests = self._counter(
             "http_requests_total",
             "HTTP answers; code 499 means that the client left",
@@ -320,6 +326,9 @@ class Metrics:
             str(model.n_expert_used),
             model.speculation_method,
         ).set(1)
+        self.device_info.clear()
+        for device in model.devices:
+            self.device_info.labels(device.kind, device.name, device.compute_capability).inc()
         self._speculation.show_model(model)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -224,7 +224,11 @@ class Settings(BaseSettings):
     shared_context: bool = Field(
         True, description="draft on the model's own KV cache; off = on a second one, for comparison"
     )
-    device: str = Field("cpu", min_length=1, description="where the model runs")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu",
+        description="where the model runs; cuda = all of it, experts included, on the GPU, or not at all: "
+        "the server never takes the CPU instead",
+    )
     chat_template_file: Path | None = Field(
         None, description="Jinja file that replaces the model's own chat template"
     )

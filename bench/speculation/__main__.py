@@ -283,7 +283,7 @@ def describe(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     machine.pop("load_average")  # another one at each start
     return {
         "version": version("s2moe"),
-        "build": Library().build_info(),
+        "build": Library().describe_build(),
         "machine": machine,
         "model": {"name": model.name, "bytes": model.stat().st_size},
         "n_tokens": arguments.tokens,

@@ -6,11 +6,11 @@ import time
 
 from fastapi import APIRouter
 
-from s2moe.engine.messages import ModelInfo
+from s2moe.engine.messages import ModelInfo, ServingDevice
 from s2moe.server.engine_client import EngineClient
 from s2moe.server.errors import NotFoundError
 from s2moe.server.schema.error import error_responses
-from s2moe.server.schema.models import ModelCard, ModelList, ModelMeta
+from s2moe.server.schema.models import DeviceMeta, ModelCard, ModelList, ModelMeta
 
 
 def router(client: EngineClient, *, alias: str) -> APIRouter:
@@ -79,4 +79,14 @@ def meta_of(model: ModelInfo) -> ModelMeta:
         speculation_method=model.speculation_method,
         speculation_preset=model.speculation_preset or None,
         speculation_limit=model.speculation_limit or None,
+        devices=[_device_meta(device) for device in model.devices],
+    )
+
+
+def _device_meta(device: ServingDevice) -> DeviceMeta:
+    return DeviceMeta(
+        kind="cuda" if device.kind == "cuda" else "cpu",
+        name=device.name or None,
+        compute_capability=device.compute_capability or None,
+        total_bytes=device.total_bytes or None,
     )

@@ -7,6 +7,13 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 
+class DeviceMeta(BaseModel):
+    kind: Literal["cpu", "cuda"]
+    name: str | None = Field(description="null if not known")
+    compute_capability: str | None = Field(description="Of a GPU, such as 8.9")
+    total_bytes: int | None = Field(description="Memory of a GPU, which may be the machine's")
+
+
 class ModelMeta(BaseModel):
     """Facts of the loaded model, under llama-server's names where it has one."""
 
@@ -30,6 +37,9 @@ class ModelMeta(BaseModel):
     )
     speculation_limit: str | None = Field(
         description="Why the model cannot be drafted for, or only in part; null if it can"
+    )
+    devices: list[DeviceMeta] = Field(
+        description="What the model runs on: the CPU, or every GPU that it is spread over"
     )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from e2e_rig import S2MOE, ServeProcess, curl, events
 
+from s2moe.engine.native import Library
+
 STORY = "Tell me a long story about a river and the people who live beside it."
 STREAM = {"stream": True, "max_tokens": 3000, "messages": [{"role": "user", "content": STORY}]}
 
@@ -142,7 +144,7 @@ def test_health_says_loading_before_ready(serve: Callable[..., ServeProcess]) ->
         (["--model", "/etc/hostname"], "is not a GGUF file"),
         (["--port", "99999999"], "--port"),
         (["--no-such-flag"], "--no-such-flag"),
-        (["--device", "cuda"], "--device cuda"),
+        (["--device", "tpu"], "--device"),
         (["--ctx-size", "9999999"], "--ctx-size"),
     ],
 )
@@ -156,6 +158,28 @@ def test_wrong_settings_end_with_one_clear_line(
     assert result.returncode in (1, 2)
     assert "Traceback" not in result.stderr
     assert expected in result.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(Library().build_info()["cuda"], reason="the libraries are built with CUDA")
+def test_gpu_that_the_build_cannot_use_is_refused_before_loading(tiny_model_path: Path) -> None:
+    command = [str(S2MOE), "serve", "--port", "0", "--model", str(tiny_model_path), "--device", "cuda"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("s2moe: error: engine could not start: --device cuda, but this build has no CUDA")
+    for text in ("make setup CUDA=1", "--device cpu"):
+        assert text in last
+    for words in ("loading plan", "loading model", "memory budget", "is ready", "restarting"):
+        assert words not in result.stderr + result.stdout
+
+
+def test_device_is_told(serve: Callable[..., ServeProcess]) -> None:
+    server = serve()
+    server.wait_ready()
+    assert "the model runs on the CPU" in server.log.read_text()
+    (card,) = server.client.get("/v1/models").json()["data"]
+    assert [device["kind"] for device in card["meta"]["devices"]] == ["cpu"]
+    assert 's2moe_device_info{compute_capability="",device="cpu"' in server.client.get("/metrics").text
 
 
 def test_prompt_text_stays_out_of_the_log(serve: Callable[..., ServeProcess]) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from s2moe.engine import messages as wire
@@ -17,10 +18,19 @@ from s2moe.engine.messages import FromEngine, ToEngine
 class EngineProcess:
     """A real engine and this end of its socket."""
 
-    def __init__(self, *, stderr: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stderr: int | None = None,
+        program: Sequence[str] = ("-m", "s2moe.engine"),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`program`: what Python runs; `environment` adds to this process's."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "s2moe.engine", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=stderr)
+        command = [sys.executable, *program, "--fd", str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stderr=stderr, env={**os.environ, **(environment or {})}
+        )
         theirs.close()
         ours.settimeout(60)
         self.socket = ours

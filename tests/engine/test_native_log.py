@@ -67,3 +67,18 @@ def test_what_clients_cause_is_no_error(line: bytes, caplog: pytest.LogCaptureFi
         callback(GGML_LOG_LEVEL_ERROR, b"the drive is gone\n", None)
     assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.ERROR]
     assert log.explain("nothing known") == "the drive is gone"
+
+
+@pytest.mark.parametrize(("needs_gpu", "level"), [(False, logging.DEBUG), (True, logging.ERROR)])
+def test_lack_of_a_gpu_is_an_error_only_where_one_was_asked_for(
+    needs_gpu: bool, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama_cpp = FakeLlamaCpp()
+    log = NativeLog(llama_cpp, needs_gpu=needs_gpu)
+    callback = llama_cpp.callback()
+    assert callback is not None
+    line = b"ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected\n"
+    with caplog.at_level(logging.DEBUG):
+        callback(GGML_LOG_LEVEL_ERROR, line, None)
+    assert [record.levelno for record in caplog.records] == [level]
+    assert ("CUDA" in log.explain("nothing known")) == needs_gpu

@@ -22,6 +22,7 @@ from s2moe.engine.messages import (
     QueryFailed,
     QueryReply,
     Rendered,
+    ServingDevice,
     SpeculationReport,
     Started,
     Step,
@@ -50,6 +51,7 @@ MODEL = ModelInfo(
     n_expert=16,
     n_expert_used=4,
     system_fingerprint="b1234-abcdef-p1",
+    devices=[ServingDevice(kind="cpu", name="Fake CPU")],
 )
 
 Action = GenerationEvent | float | asyncio.Event | Exception

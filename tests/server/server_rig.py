@@ -88,7 +88,7 @@ class ServerRig:
         async with asyncio.timeout(5):
             await self.admission.idle()
 
-    async def sample(self, name: str, **labels: str) -> float:
+    async def sample(self, name: str, /, **labels: str) -> float:
         """One sample of /metrics. Raises LookupError when the series does not exist."""
         text = (await self.http.get("/metrics", headers=self.key_headers)).text
         for family in text_string_to_metric_families(text):

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from server_rig import ServerRig, StartServer
 from test_server_errors import assert_error
 
+from s2moe.engine.messages import ServingDevice
 from s2moe.server.engine_client import EngineState
 from s2moe.server.openapi import add_body_schemas
 from s2moe.server.schema import health as schema_of_health
@@ -73,6 +74,9 @@ async def test_model_card_describes_the_loaded_model(start_server: StartServer) 
         "speculation_method": "off",
         "speculation_preset": None,
         "speculation_limit": None,
+        "devices": [
+            {"kind": "cpu", "name": "Fake CPU", "compute_capability": None, "total_bytes": None},
+        ],
     }
     assert (await rig.http.get("/v1/models/demo")).json() == card
 
@@ -82,6 +86,15 @@ async def test_model_card_says_how_the_model_drafts(start_server: StartServer) -
     rig = await start_server(FakeEngine(model=msgspec.structs.replace(MODEL, **drafting)))
     (card,) = (await rig.http.get("/v1/models")).json()["data"]
     assert drafting.items() <= card["meta"].items()
+
+
+async def test_model_card_names_every_gpu(start_server: StartServer) -> None:
+    gpu = ServingDevice(kind="cuda", name="Fake GPU", compute_capability="8.9", total_bytes=24 << 30)
+    rig = await start_server(FakeEngine(model=msgspec.structs.replace(MODEL, devices=[gpu, gpu])))
+    (card,) = (await rig.http.get("/v1/models")).json()["data"]
+    shown = {"kind": "cuda", "name": "Fake GPU", "compute_capability": "8.9", "total_bytes": 24 << 30}
+    assert card["meta"]["devices"] == [shown, shown]
+    assert (await rig.http.get("/props")).json()["model"]["devices"] == [shown, shown]
 
 
 async def test_model_card_says_what_the_model_is_for(start_server: StartServer) -> None:

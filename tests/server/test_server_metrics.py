@@ -11,7 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_answers import call_steps
 from server_rig import CHAT, ServerRig, StartServer, chat
 
-from s2moe.engine.messages import STEP_DURATION_BOUNDS_SECONDS, EngineStats, Failed, StepDurations, Timings
+from s2moe.engine.messages import (
+    STEP_DURATION_BOUNDS_SECONDS,
+    EngineStats,
+    Failed,
+    ServingDevice,
+    StepDurations,
+    Timings,
+)
 from s2moe.server import metrics as names
 from s2moe.server.engine_client import EngineState
 
@@ -336,6 +343,19 @@ async def test_model_is_shown_once_it_is_known(start_server: StartServer) -> Non
     text = (await rig.http.get("/metrics")).text
     assert text.count("\ns2moe_build_info{") == 1
     assert 'system_fingerprint="b1234-abcdef-p1"' in text
+
+
+async def test_device_is_shown_once_it_is_known(start_server: StartServer) -> None:
+    gpu = ServingDevice(kind="cuda", name="Fake GPU", compute_capability="8.9")
+    labels = {"device": "cuda", "name": "Fake GPU", "compute_capability": "8.9"}
+    engine = FakeEngine(model=None)
+    rig = await start_server(engine)
+    with pytest.raises(LookupError):
+        await rig.sample("s2moe_device_info", **labels)
+    engine.model = replace(MODEL, devices=[gpu, gpu])
+    assert await rig.sample("s2moe_device_info", **labels) == 2
+    engine.model = replace(MODEL, devices=[gpu])
+    assert await rig.sample("s2moe_device_info", **labels) == 1
 
 
 async def test_clients_cannot_invent_label_values(rig: ServerRig) -> None:

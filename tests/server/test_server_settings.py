@@ -195,6 +195,12 @@ def test_key_comes_from_setting_or_file_but_not_both(tmp_path: Path) -> None:
         load_settings({"api_key_file": str(tmp_path / "none")}).read_api_key()
 
 
+def test_unknown_device_is_refused() -> None:
+    assert load_settings({"device": "cuda"}).device == "cuda"
+    with pytest.raises(SettingsError, match=r"^--device: .*'cpu' or 'cuda'"):
+        load_settings({"device": "tpu"})
+
+
 def test_key_does_not_show_in_the_repr() -> None:
     assert "hunter2" not in repr(load_settings({"api_key": "hunter2"}))
 
