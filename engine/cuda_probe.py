@@ -87,7 +87,7 @@ class CudaProbe:
     """CUDA can serve."""
 
     devices: tuple[CudaDevice, ...]
-    """All that are visible; llama.cpp spreads a model over them."""
+    """All that are visible, integrated ones only where there is no other, as llama.cpp uses them."""
     driver: tuple[int, int]
     """The newest CUDA that the driver knows."""
 
@@ -114,9 +114,11 @@ def probe_cuda(build: CudaBuild, machine: Machine, library: str = LIBRARY_NAME) 
         raise _start_failure(error, machine) from error
     if not devices:
         raise _no_device(machine)
-    for index, device in enumerate(devices):
+    has_others = not all(device.is_integrated for device in devices)
+    used = [(i, device) for i, device in enumerate(devices) if not (has_others and device.is_integrated)]
+    for index, device in used:
         _check_image(build, version, index, device)
-    return CudaProbe(devices, version)
+    return CudaProbe(tuple(device for _, device in used), version)
 
 
 def _driver_remedy(machine: Machine) -> str:
@@ -165,10 +167,7 @@ def _start_failure(error: CudaDriverError, machine: Machine) -> CudaUnavailableE
     elif error.code == COMPAT_NOT_SUPPORTED_ON_DEVICE:
         remedy = "the CUDA compatibility package does not support this GPU: update the host's driver instead"
     elif machine.jetson_text:
-        remedy = (
-            f"on {machine.jetson_text} the user must be in the groups video and render; in a container pass "
-            "--runtime nvidia"
-        )
+        remedy = _device_remedy(machine)
     else:
         remedy = (
             "check nvidia-smi and the kernel's log, and load nvidia_uvm with `nvidia-modprobe -u`; "
@@ -177,12 +176,22 @@ def _start_failure(error: CudaDriverError, machine: Machine) -> CudaUnavailableE
     return CudaUnavailableError(CudaFault.DRIVER_FAILED, f"the CUDA driver does not work: {error}; {remedy}")
 
 
+def _device_remedy(machine: Machine) -> str:
+    """A driver that is there and has no GPU for us."""
+    if machine.jetson_text:
+        return (
+            f"on {machine.jetson_text} the user must be in the groups video and render; in a container pass "
+            "--runtime nvidia"
+        )
+    return f"check nvidia-smi -L; {CONTAINER_REMEDY}"
+
+
 def _no_device(machine: Machine) -> CudaUnavailableError:
     hidden = ""
     if machine.visible_devices is not None:
         hidden = f"{_VISIBLE_DEVICES} is {machine.visible_devices!r}: unset it or name a GPU that there is; "
     return CudaUnavailableError(
-        CudaFault.NO_DEVICE, f"the driver shows no GPU; {hidden}check nvidia-smi -L; {CONTAINER_REMEDY}"
+        CudaFault.NO_DEVICE, f"the driver shows no GPU; {hidden}{_device_remedy(machine)}"
     )
 
 

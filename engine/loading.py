@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 GGUF_MAGIC = b"GGUF"
 ALL_LAYERS = 999
-NO_GPU = -1
+_NO_DEVICES = (ctypes.c_void_p * 1)(None)
+"""A list of llama.cpp's devices: ends before the first."""
 _libc = ctypes.CDLL(None)
 
 Progress = Callable[[str, float], None]
@@ -281,8 +282,8 @@ class Loader:
             params.n_gpu_layers = ALL_LAYERS
         else:
             params.n_gpu_layers = 0
-            # llama.cpp would still compute large batches on a GPU that it sees, and keep buffers there
-            params.split_mode, params.main_gpu = self._llama_cpp.LLAMA_SPLIT_MODE_NONE, NO_GPU
+            # else llama.cpp asks each GPU for its memory, which takes some, and computes large batches there
+            params.devices = ctypes.addressof(_NO_DEVICES)
         if experts is not None:
             params.tensor_buft_overrides = experts.overrides
         if experts is not None or self._configure.memory_budget_bytes:

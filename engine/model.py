@@ -87,7 +87,12 @@ class Model:
         self._front_end_bytes = configure.front_end_bytes
         logger.info("%s", self.device.describe())
         loader = Loader(
-            *(self.llama_cpp, self.library, self._log, configure, self.n_threads, self._planned_footprint),
+            self.llama_cpp,
+            self.library,
+            self._log,
+            configure,
+            self.n_threads,
+            self._planned_footprint,
             self.device,
         )
         self._loaded = loader.load(on_progress, on_plan)

@@ -134,7 +134,7 @@ def _unusable(reason: object) -> LibraryNotFoundError:
     if "libcudart" in text or "libcublas" in text:
         return LibraryNotFoundError(
             f"the native library was built for CUDA, whose runtime is missing ({text}); install that version "
-            "of it or name its folder in LD_LIBRARY_PATH, or rebuild without CUDA"
+            "of it or name its folder in LD_LIBRARY_PATH, or rebuild without CUDA: `make clean setup`"
         )
     return LibraryNotFoundError(f"the native library cannot be used ({text}); run `make setup` again")
 

@@ -203,16 +203,19 @@ def main() -> int:
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="CMake setting")
     arguments = parser.parse_args()
     checks = arguments.command == "check"
+    settings: dict[str, str] = {}
+    for define in arguments.define:
+        name, equals, value = define.partition("=")
+        if not (name and equals):
+            parser.error(f"--define takes NAME=VALUE, not {define!r}")
+        settings[name] = value
     try:
         defines = find_toolkit(headers_only=checks).defines()
         if checks:
             defines |= {"CMAKE_CUDA_ARCHITECTURES": CHECKED_ARCHITECTURES, "S2MOE_TESTS": "OFF"}
-        defines |= dict(define.split("=", 1) for define in arguments.define)
+        defines |= settings
         folder = arguments.folder or BUILD_ROOT / ("cuda-check" if checks else "s2moe")
         build("s2moe", defines, folder.resolve(), "cuda-check" if checks else None)
-    except ValueError:
-        say(f"error: --define takes NAME=VALUE, not {arguments.define}")
-        return 2
     except (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
         say(f"error: {error}")
         return 1

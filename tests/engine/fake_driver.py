@@ -11,6 +11,7 @@ from s2moe.engine.cuda_driver import LIBRARY_NAME, CudaDevice
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 RTX_4090 = CudaDevice("NVIDIA GeForce RTX 4090", (8, 9), 25_756_696_576, is_integrated=False)
 ORIN = CudaDevice("Orin", (8, 7), 65_886_281_728, is_integrated=True)
+H100 = CudaDevice("NVIDIA H100 80GB HBM3", (9, 0), 85_031_714_816, is_integrated=False)
 RTX_3060 = CudaDevice("NVIDIA GeForce RTX 3060", (8, 6), 12_622_168_064, is_integrated=False)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_rig import EngineProcess
-from fake_driver import ORIN, RTX_3060, RTX_4090, build_driver, driver_environment
+from fake_driver import H100, ORIN, RTX_3060, RTX_4090, build_driver, driver_environment
 
 from s2moe.engine import messages as wire
 from s2moe.engine.cpu import processor_name
@@ -73,15 +75,24 @@ def test_cpu_asks_no_driver() -> None:
 
 
 def test_every_gpu_is_told(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
-    play(monkeypatch, RTX_4090, ORIN)
+    play(monkeypatch, RTX_4090, H100)
     configure = wire.Configure(model_path="m.gguf", device="cuda")
     device = choose_device(configure, BUILD_INFO, library=str(driver))
     first, second = device.to_wire()
     assert (first.kind, first.name, first.compute_capability) == ("cuda", RTX_4090.name, "8.9")
-    assert (second.name, second.total_bytes) == ("Orin", ORIN.total_bytes)
+    assert (second.name, second.total_bytes) == (H100.name, H100.total_bytes)
     line = device.describe()
-    for text in (RTX_4090.name, "Orin", "CUDA 12.6", "without an expert cache"):
+    for text in (RTX_4090.name, H100.name, "CUDA 12.6", "without an expert cache"):
         assert text in line
+
+
+def test_integrated_gpu_beside_another_is_not_used(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    """llama.cpp leaves it out, so it is not told, counted or asked for kernels."""
+    play(monkeypatch, replace(ORIN, capability=(7, 2)), RTX_4090)
+    configure = wire.Configure(model_path="m.gguf", device="cuda")
+    device = choose_device(configure, BUILD_INFO, library=str(driver))
+    assert [each.name for each in device.to_wire()] == [RTX_4090.name]
+    assert device.total_bytes == RTX_4090.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -160,11 +171,12 @@ def loader_on(device: Device, model: Path) -> Loader:
 def test_model_gets_no_gpu_unless_one_serves() -> None:
     path = Path("m.gguf")
     on_cpu = loader_on(Device(), path)._model_params(None)
-    # the one pair of values for which llama.cpp uses no device but the CPU
-    assert (on_cpu.n_gpu_layers, on_cpu.split_mode, on_cpu.main_gpu) == (0, 0, -1)
+    assert on_cpu.n_gpu_layers == 0
+    # an empty list, not the default of none, for which llama.cpp looks for devices itself
+    assert ctypes.c_void_p.from_address(on_cpu.devices).value is None
     on_gpu = loader_on(Device((RTX_4090,)), path)._model_params(None)
     assert on_gpu.n_gpu_layers > 100
-    assert on_gpu.main_gpu == 0
+    assert on_gpu.devices is None
 
 
 def test_model_that_no_gpu_can_hold_is_not_loaded(tiny_model_path: Path) -> None:

@@ -28,3 +28,4 @@ def test_configures_for(chip: str, tmp_path: Path) -> None:
     commands = (tmp_path / "build" / "compile_commands.json").read_text()
     assert f"arch=compute_{chip},code=[compute_{chip},sm_{chip}]" in commands
     assert "ggml-cuda.cu" in commands
+    assert "-compress-mode=size" not in commands, "drivers before CUDA 12.4 cannot load such kernels"
