@@ -116,6 +116,14 @@ def _build(variant: str, defines: dict[str, str], folder: Path, target: str | No
     return folder / "bin"
 
 
+def cmake_setting(text: str) -> tuple[str, str]:
+    """The value of --define. Raises ArgumentTypeError."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"write NAME=VALUE, not {text!r}")
+    return name, value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,6 +133,7 @@ def main() -> int:
     parser.add_argument(
         "--define",
         action="append",
+        type=cmake_setting,
         default=[],
         metavar="NAME=VALUE",
         help="CMake setting, e.g. S2MOE_CUDA=ON",
@@ -136,10 +145,7 @@ def main() -> int:
         if arguments.check_tools:
             require_tools()
             return 0
-        build(arguments.variant, dict(d.split("=", 1) for d in arguments.define), folder)
-    except ValueError:
-        say(f"error: --define takes NAME=VALUE, not {arguments.define}")
-        return 2
+        build(arguments.variant, dict(arguments.define), folder)
     except (PrepareError, OSError) as error:
         say(f"error: {error}")
         return 1

@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from build import BUILD_ROOT, build
+from build import BUILD_ROOT, build, cmake_setting
 from prepare import NATIVE_DIR, PrepareError, cache_dir, say
 
 LOCK_FILE = NATIVE_DIR / "cuda_toolkit.lock"
@@ -200,20 +200,21 @@ def main() -> int:
     )
     parser.add_argument("command", choices=["check", "build"])
     parser.add_argument("--folder", type=Path, help="build folder (default: below build/native)")
-    parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="CMake setting")
+    parser.add_argument(
+        "--define",
+        action="append",
+        type=cmake_setting,
+        default=[],
+        metavar="NAME=VALUE",
+        help="CMake setting",
+    )
     arguments = parser.parse_args()
     checks = arguments.command == "check"
-    settings: dict[str, str] = {}
-    for define in arguments.define:
-        name, equals, value = define.partition("=")
-        if not (name and equals):
-            parser.error(f"--define takes NAME=VALUE, not {define!r}")
-        settings[name] = value
     try:
         defines = find_toolkit(headers_only=checks).defines()
         if checks:
             defines |= {"CMAKE_CUDA_ARCHITECTURES": CHECKED_ARCHITECTURES, "S2MOE_TESTS": "OFF"}
-        defines |= settings
+        defines |= dict(arguments.define)
         folder = arguments.folder or BUILD_ROOT / ("cuda-check" if checks else "s2moe")
         build("s2moe", defines, folder.resolve(), "cuda-check" if checks else None)
     except (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:

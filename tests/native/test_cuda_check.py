@@ -68,7 +68,7 @@ def test_error_in_a_kernel_is_shown(tmp_path: Path) -> None:
 def test_define_without_a_value_is_named() -> None:
     result = run_toolkit("check", "--define", "S2MOE_TESTS")
     assert result.returncode == 2
-    assert "--define takes NAME=VALUE, not 'S2MOE_TESTS'" in result.stderr
+    assert "--define: write NAME=VALUE, not 'S2MOE_TESTS'" in result.stderr
 
 
 def test_toolkit_that_cannot_run_is_named() -> None:
