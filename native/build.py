@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from prepare import NATIVE_DIR, PrepareError, say
@@ -116,12 +117,36 @@ def _build(variant: str, defines: dict[str, str], folder: Path, target: str | No
     return folder / "bin"
 
 
-def cmake_setting(text: str) -> tuple[str, str]:
-    """The value of --define. Raises ArgumentTypeError."""
+def add_define_flag(parser: argparse.ArgumentParser) -> None:
+    """--define, as a list of names and values."""
+    parser.add_argument(
+        "--define",
+        action="append",
+        type=_cmake_setting,
+        default=[],
+        metavar="NAME=VALUE",
+        help="CMake setting, e.g. S2MOE_CUDA=ON",
+    )
+
+
+def _cmake_setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"write NAME=VALUE, not {text!r}")
     return name, value
+
+
+def exit_status(action: Callable[[], object], errors: tuple[type[Exception], ...]) -> int:
+    """Of a program that does `action`; `errors` end it with a line."""
+    try:
+        action()
+    except errors as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; run the same command again to go on")
+        return 130
+    return 0
 
 
 def main() -> int:
@@ -130,29 +155,18 @@ def main() -> int:
     )
     parser.add_argument("--variant", choices=list(VARIANT_DEFINES), default="s2moe")
     parser.add_argument("--folder", type=Path, help="build folder (default: build/native/VARIANT)")
-    parser.add_argument(
-        "--define",
-        action="append",
-        type=cmake_setting,
-        default=[],
-        metavar="NAME=VALUE",
-        help="CMake setting, e.g. S2MOE_CUDA=ON",
-    )
+    add_define_flag(parser)
     parser.add_argument("--check-tools", action="store_true", help="only check that the tools are there")
     arguments = parser.parse_args()
     folder = (arguments.folder or BUILD_ROOT / arguments.variant).resolve()
-    try:
+
+    def run() -> None:
         if arguments.check_tools:
             require_tools()
-            return 0
-        build(arguments.variant, dict(arguments.define), folder)
-    except (PrepareError, OSError) as error:
-        say(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; run the same command again to go on")
-        return 130
-    return 0
+        else:
+            build(arguments.variant, dict(arguments.define), folder)
+
+    return exit_status(run, (PrepareError, OSError))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from build import BUILD_ROOT, build, cmake_setting
+from build import BUILD_ROOT, add_define_flag, build, exit_status
 from prepare import NATIVE_DIR, PrepareError, cache_dir, say
 
 LOCK_FILE = NATIVE_DIR / "cuda_toolkit.lock"
@@ -200,30 +200,19 @@ def main() -> int:
     )
     parser.add_argument("command", choices=["check", "build"])
     parser.add_argument("--folder", type=Path, help="build folder (default: below build/native)")
-    parser.add_argument(
-        "--define",
-        action="append",
-        type=cmake_setting,
-        default=[],
-        metavar="NAME=VALUE",
-        help="CMake setting",
-    )
+    add_define_flag(parser)
     arguments = parser.parse_args()
     checks = arguments.command == "check"
-    try:
+
+    def run() -> None:
         defines = find_toolkit(headers_only=checks).defines()
         if checks:
             defines |= {"CMAKE_CUDA_ARCHITECTURES": CHECKED_ARCHITECTURES, "S2MOE_TESTS": "OFF"}
         defines |= dict(arguments.define)
         folder = arguments.folder or BUILD_ROOT / ("cuda-check" if checks else "s2moe")
         build("s2moe", defines, folder.resolve(), "cuda-check" if checks else None)
-    except (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
-        say(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; run the same command again to go on")
-        return 130
-    return 0
+
+    return exit_status(run, (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile))
 
 
 if __name__ == "__main__":
