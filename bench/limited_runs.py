@@ -75,7 +75,7 @@ def run_decode(context: Context, limit_bytes: int, folder: Path) -> Run:
         read_limit=context.drive.read_limit,
     )
     try:
-        loaded = serving.metrics().sum(LOAD_BYTES)
+        loaded = serving.metrics().sum(LOAD_BYTES, source="disk")
         answers = [serving.chat(messages, context.n_tokens) for messages in questions()]
         samples = serving.metrics()
         serving.chat(long_prompt(context.next_number()), 1)  # only that touches the whole of the buffers
@@ -93,7 +93,7 @@ def run_decode(context: Context, limit_bytes: int, folder: Path) -> Run:
         tokens_per_second=tokens_per_second(answers),
         bytes_per_token=bytes_per_token(answers),
         server_bytes_per_token=server_bytes_per_token(answers),
-        metrics_share=(samples.sum(LOAD_BYTES) - loaded) / max(1, kernel_bytes),
+        metrics_share=(samples.sum(LOAD_BYTES, source="disk") - loaded) / max(1, kernel_bytes),
         trace=analyse(list(read_trace(trace_path)), answers, drive),
         peak_rss=peak_rss,
         overhead_bytes=overhead,

@@ -133,6 +133,8 @@ class ContextMaker:
             draft = context_memory(self._library, contexts.draft)
             memory.kv_bytes += draft.kv_bytes
             memory.compute_bytes += draft.compute_bytes
+            memory.gpu_kv_bytes += draft.gpu_kv_bytes
+            memory.gpu_compute_bytes += draft.gpu_compute_bytes
         vocab = self._llama_cpp.llama_model_get_vocab(handle)
         n_vocab: int = self._llama_cpp.llama_vocab_n_tokens(vocab)
         if self.gives_embeddings(handle):
@@ -141,9 +143,11 @@ class ContextMaker:
             memory.compute_bytes += 4 * (n_vocab + n_embd) * self._llama_cpp.llama_n_ubatch(contexts.main)
         if self.speculation(handle).is_possible:
             n_layer: int = self._llama_cpp.llama_model_n_layer(handle)
-            memory.compute_bytes += small_graphs_bytes(
-                n_layer, n_vocab, has_draft_context=contexts.draft is not None
-            )
+            small_bytes = small_graphs_bytes(n_layer, n_vocab, has_draft_context=contexts.draft is not None)
+            if memory.gpu_compute_bytes:
+                memory.gpu_compute_bytes += small_bytes
+            else:
+                memory.compute_bytes += small_bytes
         return memory
 
     def _create_one(self, handle: Any, n_batch: int) -> Any:

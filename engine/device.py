@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,9 +16,8 @@ from s2moe.engine.messages import Configure, ServingDevice
 
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
-NO_CACHE_ON_GPU: Final = (
-    "the whole model is loaded onto the GPU, experts included, without an expert cache and a memory plan"
-)
+MODULE_LOADING: Final = "CUDA_MODULE_LOADING"
+"""A kernel that waits for the host must not be in the way of another one's loading."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Device:
         """Memory of all GPUs."""
         return sum(gpu.total_bytes for gpu in self.gpus)
 
+    @property
+    def names(self) -> str:
+        """For what is learnt or kept for this device alone."""
+        return " and ".join([CUDA, *(gpu.name for gpu in self.gpus)]) if self.gpus else CPU
+
     def describe(self) -> str:
         """One line for the log."""
         if not self.gpus:
@@ -41,7 +46,17 @@ class Device:
             return f"the model runs on the CPU{f' ({name})' if name else ''}, as --device cpu says"
         gpus = " and ".join(gpu.describe() for gpu in self.gpus)
         driver = "" if self.driver is None else f", with a driver for CUDA {version_text(self.driver)}"
-        return f"the model runs on {gpus}{driver}, as --device cuda says: {NO_CACHE_ON_GPU}"
+        return f"the model runs on {gpus}{driver}, as --device cuda says"
+
+    @property
+    def slots_name(self) -> str:
+        """What the native library calls the GPU that has slots for experts."""
+        return "cuda:0"
+
+    @property
+    def is_unified(self) -> bool:
+        """Whether that GPU shares the machine's memory."""
+        return self.gpus[0].is_integrated
 
     def to_wire(self) -> list[ServingDevice]:
         if not self.gpus:
@@ -56,17 +71,6 @@ class Device:
             for gpu in self.gpus
         ]
 
-    def check_holds(self, expert_bytes: int) -> None:
-        """Raises EngineStartError where the experts alone, all `expert_bytes` of them, can never fit."""
-        if not self.gpus or expert_bytes <= self.total_bytes:
-            return
-        raise EngineStartError(
-            "insufficient_memory",
-            f"--device cuda: the model's experts alone take {expert_bytes / 2**30:.1f} GiB, but "
-            f"{' and '.join(gpu.describe() for gpu in self.gpus)} cannot hold them; use --device cpu, which "
-            "reads experts from the drive as they are needed, or take a smaller model",
-        )
-
 
 ON_CPU: Final = Device()
 
@@ -80,35 +84,20 @@ def choose_device(
     Raises EngineStartError.
     """
     if configure.device == CPU:
+        if configure.vram_budget_bytes:
+            raise EngineStartError(
+                "invalid_setting", "--vram-budget is for --device cuda; omit it, or use that device"
+            )
         return ON_CPU
     if configure.device != CUDA:
         raise EngineStartError(
             "invalid_device", f"--device {configure.device} is unknown; use {CPU} or {CUDA}"
         )
+    os.environ.setdefault(MODULE_LOADING, "EAGER")  # read when the driver starts
     try:
         probe = probe_cuda(CudaBuild.of_build_info(build_info), Machine.here(), library)
     except CudaUnavailableError as error:
         raise EngineStartError(
             "device_unavailable", f"--device cuda, but {error}, or use --device cpu"
         ) from error
-    _refuse_cache_options(configure)
     return Device(probe.devices, probe.driver)
-
-
-def _refuse_cache_options(configure: Configure) -> None:
-    """Raises EngineStartError for what only an expert cache could do."""
-    given = {
-        "--memory-budget": configure.memory_budget_bytes != 0,
-        "--io": configure.io != "auto",
-        "--reader": configure.reader != "auto",
-        "--hot-experts": configure.hot_experts_path is not None,
-        "--expert-policy": configure.expert_policy != "cache",
-        "--expert-trace": configure.expert_trace_path is not None,
-    }
-    for flag, is_given in given.items():
-        if is_given:
-            raise EngineStartError(
-                "invalid_setting",
-                f"{flag} is not possible with --device cuda, where {NO_CACHE_ON_GPU}; omit it, or use "
-                "--device cpu",
-            )

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from s2moe.engine.messages import ExpertActivity, ExpertCache, ExpertLoads, ExpertPhase, ExpertUse
-from s2moe.engine.native_experts import ExpertStats, Phase, Trigger
+import msgspec
+
+from s2moe.engine.messages import (
+    ExpertActivity,
+    ExpertCache,
+    ExpertLoads,
+    ExpertPhase,
+    ExpertUse,
+    GpuActivity,
+    GpuSlots,
+)
+from s2moe.engine.native_experts import ExpertStats, Phase, SlotStats, Trigger
 
 
 class StatsSource(Protocol):
@@ -26,17 +36,32 @@ class ActivityMeter:
 
     def __init__(self) -> None:
         self._reported = ExpertStats()
+        self._reported_slots = SlotStats()
 
-    def read(self, total: ExpertStats) -> ExpertActivity | None:
-        """What happened since the call before, which for the first is all; None when nothing did."""
+    def read(self, total: ExpertStats, slots: SlotStats | None = None) -> ExpertActivity | None:
+        """What happened since the call before, which for the first is all; None when nothing did. `slots`: of
+        a GPU, if there are any."""
         activity = _activity_between(self._reported, total)
         self._reported = total
+        if slots is not None:
+            activity = msgspec.structs.replace(activity, gpu=_gpu_between(self._reported_slots, slots))
+            self._reported_slots = slots
         return None if activity == _NOTHING else activity
 
 
-def cache_gauges(stats: ExpertStats, reader: dict[str, Any]) -> ExpertCache:
+def cache_gauges(stats: ExpertStats, reader: dict[str, Any], slots: SlotStats | None = None) -> ExpertCache:
     """What the cache holds now; `reader` as `StatsSource.reader` returns it."""
+    gpu = None
+    if slots is not None:
+        gpu = GpuSlots(
+            resident_experts=slots.resident_experts,
+            resident_bytes=slots.resident_bytes,
+            capacity_experts=slots.capacity_experts,
+            capacity_bytes=slots.capacity_bytes,
+        )
     return ExpertCache(
+        tier="pinned" if slots is not None and slots.pinned_bytes else "pageable",
+        gpu=gpu,
         resident_experts=stats.resident_experts,
         resident_bytes=stats.resident_bytes,
         capacity_experts=stats.capacity_experts,
@@ -112,6 +137,22 @@ def _activity_between(before: ExpertStats, after: ExpertStats) -> ExpertActivity
         prefetches_late=after.prefetches_late - before.prefetches_late,
         prefetches_wasted=after.prefetches_wasted - before.prefetches_wasted,
         read_errors=after.read_errors - before.read_errors,
+    )
+
+
+def _gpu_between(before: SlotStats, after: SlotStats) -> GpuActivity:
+    return GpuActivity(
+        demand=ExpertLoads(
+            n_loads=_sum_of_growth(before.misses, after.misses),
+            n_bytes=after.demand_bytes - before.demand_bytes,
+        ),
+        prefetch=ExpertLoads(
+            n_loads=after.promotions - before.promotions,
+            n_bytes=after.promoted_bytes - before.promoted_bytes,
+        ),
+        evictions=after.evictions - before.evictions,
+        requests=after.requests - before.requests,
+        synchronizations=after.synchronizations - before.synchronizations,
     )
 
 

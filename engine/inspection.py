@@ -11,10 +11,11 @@ from typing import Any
 from s2moe.engine.cpu import default_thread_count
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.expected_speed import Machine, Speed, expected_speed
-from s2moe.engine.loading import Loader, about, check_file
+from s2moe.engine.loading import Loader
 from s2moe.engine.memory import MIB, Footprint, resident_bytes
 from s2moe.engine.memory_speed import measure_memory_speed
 from s2moe.engine.messages import Configure
+from s2moe.engine.model_file import about, check_file
 from s2moe.engine.native import Library, LibraryNotFoundError, NativeError, load_llama_cpp
 from s2moe.engine.native_log import NativeLog
 from s2moe.engine.plan import BudgetTooSmallError, MemoryPlan, show

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 from s2moe.engine.contexts import DEFAULT_N_BATCH, ContextMaker, Contexts
 from s2moe.engine.device import ON_CPU, Device
 from s2moe.engine.embedding import may_name_pooling
 from s2moe.engine.errors import EngineStartError
+from s2moe.engine.gpu_plan import GpuPlan
+from s2moe.engine.gpu_slots import (
+    NO_DRAFT_CONTEXT,
+    allocate_slots,
+    plan_gpu,
+    refuse_cache_options,
+    wants_slots,
+)
 from s2moe.engine.memory import (
     Budget,
     Footprint,
@@ -24,7 +30,8 @@ from s2moe.engine.memory import (
     memory_supply,
 )
 from s2moe.engine.messages import Configure, Plan
-from s2moe.engine.native import Library, NativeError, Status
+from s2moe.engine.model_file import about, drop_page_cache, open_failure
+from s2moe.engine.native import Library, NativeError
 from s2moe.engine.native_experts import ContextMemory, Experts, Io, Policy, Reader, model_layout
 from s2moe.engine.native_log import NativeLog
 from s2moe.engine.plan import (
@@ -36,13 +43,13 @@ from s2moe.engine.plan import (
     ModelLayout,
     Needs,
 )
-from s2moe.engine.regular_file import check_regular
 from s2moe.engine.speculation import SpeculationSupport
 
 logger = logging.getLogger(__name__)
 
-GGUF_MAGIC = b"GGUF"
 ALL_LAYERS = 999
+MAX_BATCH_TOKENS = 1 << 20
+"""More than any micro-batch has."""
 _NO_DEVICES = (ctypes.c_void_p * 1)(None)
 """A list of llama.cpp's devices: ends before the first."""
 _libc = ctypes.CDLL(None)
@@ -62,11 +69,13 @@ class LoadedModel:
     contexts: Contexts
     speculation: SpeculationSupport
     experts: Experts | None = None
-    """None: a dense model, or one on a GPU."""
+    """None: a dense model, or one that lies on a GPU as a whole."""
     plan: MemoryPlan | None = None
-    """None for a model on a GPU."""
+    """None for a model that lies on a GPU as a whole."""
     gives_embeddings: bool = False
     """Instead of text."""
+    gpu_plan: GpuPlan | None = None
+    """None: there are no slots for experts on a GPU."""
 
     def close(self) -> None:
         self.contexts.free()
@@ -97,12 +106,22 @@ class Loader:
         self._measure = measure
         self._device = device
         self._path = configure.model_path
+        self._gpu_plan: GpuPlan | None = None
+        """None: there are no slots for experts on a GPU."""
+        self._gpu_batch = MAX_BATCH_TOKENS
+        """The largest micro-batch whose buffers leave room for slots on a GPU."""
 
     def load(self, on_progress: Progress, on_plan: OnPlan | None = None) -> LoadedModel:
         """Raises EngineStartError; nothing stays allocated then."""
-        if not self._device.gpus:
-            return self._load_planned(on_progress, on_plan)
-        self._device.check_holds(self._file_layout.expert_bytes)
+        if self._device.gpus:
+            on_progress("plan", 0.0)
+            self._gpu_plan = self._plan_gpu()
+            if self._gpu_plan is None:
+                return self._load_whole(on_progress)
+        return self._load_planned(on_progress, on_plan)
+
+    def _load_whole(self, on_progress: Progress) -> LoadedModel:
+        """Onto the GPUs."""
         on_progress("model", 0.0)
         handle = self._load_model(self._model_params(None), on_progress)
         try:
@@ -125,7 +144,7 @@ class Loader:
                     f"{self._path} names its pooling too late in its metadata; convert it anew",
                 )
             n_ctx = self._contexts.n_ctx(handle)
-            n_batch = min(self._contexts.n_batch, n_ctx)
+            n_batch = min(self._contexts.n_batch, n_ctx, self._gpu_batch)
             memory = self._simulated_memory(handle, n_batch)
             footprint = self._measure()
             batches = {}
@@ -144,9 +163,11 @@ class Loader:
                     compute_bytes=memory.compute_bytes,
                     n_ctx=n_ctx,
                     n_batch=n_batch,
+                    gpu_kv_bytes=memory.gpu_kv_bytes,
                     n_kv_caches=self._contexts.n_kv_caches(handle),
                 ),
-                slots_floor_bytes=0 if experts is None else experts.floor_bytes,
+                slots_floor_bytes=0 if experts is None else self._slots_floor_bytes(experts),
+                feed_bytes=experts.floor_bytes if experts is not None and self._shares_memory else 0,
                 batches=batches,
                 supply=memory_supply(measure_footprint(self._configure.front_end_bytes).total_bytes),
                 prompt_cache_size=0 if self._gives_embeddings else self._configure.prompt_cache_bytes,
@@ -166,7 +187,7 @@ class Loader:
                 policy=cast(Policy, configure.expert_policy),
             )
         except NativeError as error:
-            raise EngineStartError(*_open_failure(error, configure)) from error
+            raise EngineStartError(*open_failure(error, configure)) from error
 
     def _load_planned(self, on_progress: Progress, on_plan: OnPlan | None) -> LoadedModel:
         on_progress("plan", 0.0)
@@ -174,6 +195,8 @@ class Loader:
         try:
             plan = self.plan(experts)
             self._check(plan)
+            if self._gpu_plan is not None and self._shares_memory:
+                self._gpu_plan = self._gpu_plan.limited_to(plan.capacity_bytes)
             if plan.needs.n_batch < min(DEFAULT_N_BATCH, plan.needs.n_ctx) and not self._configure.n_batch:
                 logger.warning(
                     "prompts are evaluated %d tokens at a time, to leave memory to the experts; "
@@ -182,7 +205,8 @@ class Loader:
                 )
             on_progress("plan", 1.0)
             if on_plan is not None:
-                on_plan(plan.to_wire({} if experts is None else experts.reader()))
+                gpu_line = "" if self._gpu_plan is None else self._gpu_plan.line()
+                on_plan(plan.to_wire({} if experts is None else experts.reader(), gpu_line))
             return self._load_into(plan, experts, on_progress)
         except BaseException:
             if experts is not None:
@@ -197,6 +221,7 @@ class Loader:
             loaded = LoadedModel(
                 *(self._llama_cpp, handle, contexts, self._contexts.speculation(handle), experts, plan),
                 gives_embeddings=self._gives_embeddings,
+                gpu_plan=self._gpu_plan,
             )
         except EngineStartError:
             self._llama_cpp.llama_model_free(handle)
@@ -206,7 +231,7 @@ class Loader:
                 loaded.plan = plan = self._measured(plan, loaded)
                 drop_page_cache(plan.layout.files)
                 self._check(plan, START_VARIATION_BYTES)
-                experts.allocate(max(plan.capacity_bytes, experts.floor_bytes))
+                self._allocate(plan, experts, contexts)
             on_progress("context", 1.0)
         except BaseException as error:
             loaded.experts = None  # closed by the caller
@@ -219,17 +244,62 @@ class Loader:
             raise
         return loaded
 
+    def _allocate(self, plan: MemoryPlan, experts: Experts, contexts: Contexts) -> None:
+        """The cache's slots, and those of the GPU if there are any."""
+        if self._gpu_plan is None:
+            experts.allocate(max(plan.capacity_bytes, experts.floor_bytes))
+        else:
+            allocate_slots(self._gpu_plan, self._device, experts, contexts.main, plan.capacity_bytes)
+
+    def _plan_gpu(self) -> GpuPlan | None:
+        """None: the model is to lie on the GPU as a whole."""
+        if not self._layout.n_expert:
+            refuse_cache_options(self._configure)
+            return None
+        experts = self.open_experts()
+        assert experts is not None
+        try:
+            with self._simulated_model(experts) as handle:
+                n_batch = min(self._contexts.n_batch, self._contexts.n_ctx(handle))
+                has_draft_context = self._contexts.n_kv_caches(handle) > 1
+                while True:
+                    plan = plan_gpu(
+                        *(self._library, self._device, self._configure, self._layout, self._budget()),
+                        fixed_bytes=self._simulated_memory(handle, n_batch).gpu_bytes,
+                        floor_bytes=experts.device_floor_bytes,
+                    )
+                    if plan.fits or self._configure.n_batch or n_batch <= MIN_BATCH_TOKENS:
+                        break
+                    n_batch = max(MIN_BATCH_TOKENS, n_batch // 2)
+        finally:
+            experts.close()
+        self._gpu_batch = n_batch
+        if not wants_slots(self._configure, plan):
+            return None
+        if has_draft_context:
+            raise EngineStartError(*NO_DRAFT_CONTEXT)
+        return plan
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether slots of a GPU are in the machine's memory."""
+        return self._gpu_plan is not None and self._device.is_unified
+
+    def _slots_floor_bytes(self, experts: Experts) -> int:
+        return experts.device_floor_bytes if self._shares_memory else experts.floor_bytes
+
     def _measured(self, plan: MemoryPlan, loaded: LoadedModel) -> MemoryPlan:
         """The plan with what both processes really take now. Weights and KV cache have been written already,
         the compute buffers have not."""
         memory = self._contexts.memory(loaded.handle, loaded.contexts)
         _libc.malloc_trim(0)
         footprint = self._measure()
+        engine_bytes = footprint.engine_bytes - memory.weights_bytes - memory.kv_bytes
+        if self._shares_memory:
+            memory.share()
         return plan.with_needs(
             front_end_bytes=footprint.front_end_bytes,
-            engine_bytes=max(
-                plan.needs.engine_bytes, footprint.engine_bytes - memory.weights_bytes - memory.kv_bytes
-            ),
+            engine_bytes=max(plan.needs.engine_bytes, engine_bytes),
             weights_bytes=memory.weights_bytes,
             kv_bytes=memory.kv_bytes,
             compute_bytes=memory.compute_bytes,
@@ -280,6 +350,8 @@ class Loader:
         params = self._llama_cpp.llama_model_default_params()
         if self._device.gpus:
             params.n_gpu_layers = ALL_LAYERS
+            if experts is not None:
+                params.split_mode, params.main_gpu = self._llama_cpp.LLAMA_SPLIT_MODE_NONE, 0
         else:
             params.n_gpu_layers = 0
             # else llama.cpp asks each GPU for its memory, which takes some, and computes large batches there
@@ -330,63 +402,9 @@ class Loader:
     def _simulated_memory(self, handle: Any, n_batch: int) -> ContextMemory:
         contexts = self._contexts.create(handle, n_batch)
         try:
-            return self._contexts.memory(handle, contexts)
+            memory = self._contexts.memory(handle, contexts)
+            if self._shares_memory:
+                memory.share()
+            return memory
         finally:
             contexts.free()
-
-
-def check_file(path: Path) -> None:
-    """The plain mistakes, so that they get a plain message."""
-    try:
-        check_regular(path)
-        with path.open("rb") as file:
-            magic = file.read(len(GGUF_MAGIC))
-    except FileNotFoundError:
-        raise EngineStartError("model_not_found", f"model {path} does not exist; check the path") from None
-    except OSError as error:
-        raise EngineStartError(
-            "model_unreadable",
-            f"model {path} cannot be read: {error.strerror}; check the path and its permissions",
-        ) from None
-    if magic != GGUF_MAGIC:
-        raise EngineStartError(
-            "model_invalid",
-            f"model {path} is not a GGUF file; convert it with llama.cpp or pick another file",
-        )
-
-
-def drop_page_cache(files: tuple[str, ...]) -> None:
-    """Tells the kernel that what was read of these files is not needed again: the weights have been copied,
-    and pages in the cache would count towards a container's limit."""
-    for file in files:
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            logger.warning("the page cache keeps %s: %s", file, error.strerror)
-            continue
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
-def about(path: Path | str, error: NativeError) -> str:
-    """The error's message with the file in front, which many begin with already."""
-    return error.message if error.message.startswith(f"{path}: ") else f"{path}: {error.message}"
-
-
-def _open_failure(error: NativeError, configure: Configure) -> tuple[str, str]:
-    """Code and message."""
-    name = Path(configure.model_path).name
-    if error.status == Status.UNSUPPORTED:
-        remedy = "" if "; use --" in error.message else "; use --reader auto or --io buffered"
-        return (
-            "reader_unavailable",
-            f"experts of {name} cannot be read as asked: {error.message}{remedy}",
-        )
-    if error.status == Status.INVALID:
-        return "invalid_setting", f"--io, --reader or --expert-policy: {error.message}"
-    return (
-        "model_invalid",
-        f"cannot load {about(configure.model_path, error)}",
-    )

@@ -243,7 +243,7 @@ class Engine:
             self._queries = QueryDesk(model, self._backlog, self._channel.send)
         if model.experts is not None:
             self._expert_reader = model.experts.reader()
-        plan = None if model.plan is None else model.plan.to_wire(self._expert_reader)
+        plan = None if model.plan is None else model.plan.to_wire(self._expert_reader, model.gpu_line)
         self._channel.send(wire.Ready(model=model.info, load_seconds=time.monotonic() - started, plan=plan))
         # the report first: it also fits the cache to the budget, and would take slots just being filled
         self._channel.send(self._background_stats(model))
@@ -364,13 +364,15 @@ class Engine:
         """Gauges, and what happens without a request too; to be sent, since its increments are then counted
         as reported."""
         pressure = self._relieve_memory(model)
-        experts = None if model.experts is None else model.experts.stats()
+        experts = slots = None
+        if model.experts is not None:
+            experts, slots = model.experts.stats(), model.experts.slot_stats()
         return wire.EngineStats(
             kv_cache_tokens=len(model.kv_tokens),
             kv_cache_capacity_tokens=model.n_ctx,
             rss_bytes=resident_bytes(),
-            experts=None if experts is None else self._activity.read(experts),
-            expert_cache=None if experts is None else cache_gauges(experts, self._expert_reader),
+            experts=None if experts is None else self._activity.read(experts, slots),
+            expert_cache=None if experts is None else cache_gauges(experts, self._expert_reader, slots),
             memory_pools=model.memory_pools(),
             memory_available_bytes=available_bytes(),
             memory_total_bytes=total_bytes(),
@@ -399,7 +401,9 @@ def _prepare_warm_start(model: Model, configure: wire.Configure) -> WarmStart | 
     """Raises EngineStartError when --hot-experts cannot be used."""
     if model.experts is not None:
         identity = ModelIdentity.of_layout(model.experts.layout)
-        fits = model.plan is not None and model.plan.all_resident
+        # a cache that only feeds slots of a GPU in the same memory holds one layer's experts
+        feeds = model.plan is not None and model.plan.feed_bytes > 0
+        fits = model.plan is not None and model.plan.all_resident and not feeds
         return WarmStart(model.experts, identity, configure, every_expert_fits=fits)
     if configure.hot_experts_path is not None:
         raise EngineStartError(

@@ -105,6 +105,9 @@ class Configure(Message, frozen=True, tag=True):
     """Where to write one line of JSON per layer of each decode."""
     speculation: Speculation = Speculation()
     """What requests get that do not say otherwise."""
+    vram_budget_bytes: int = 0
+    """With a GPU: what the model, its KV cache, its buffers and slots for experts may take of its memory; 0 =
+    what is free, less a reserve."""
     expert_policy: str = "cache"
     """`cache`, or for comparison `static`: the most used experts stay, the others never do."""
     prompt_cache_bytes: int = -1
@@ -595,6 +598,20 @@ class ExpertLoads(Message, frozen=True, tag=True):
     n_bytes: int = 0
 
 
+class GpuActivity(Message, frozen=True, tag=True):
+    """What slots on a GPU cost: increments."""
+
+    demand: ExpertLoads = ExpertLoads()
+    """Experts that were copied into slots while the GPU waited."""
+    prefetch: ExpertLoads = ExpertLoads()
+    """Experts that were copied beside its computation."""
+    evictions: int = 0
+    requests: int = 0
+    """Layers for which the GPU waited for the host."""
+    synchronizations: int = 0
+    """Times that the host waited for the GPU, but for the results of decodes."""
+
+
 class ExpertActivity(Message, frozen=True, tag=True):
     """What the expert cache did: increments."""
 
@@ -614,6 +631,7 @@ class ExpertActivity(Message, frozen=True, tag=True):
     prefetches_late: int = 0
     prefetches_wasted: int = 0
     read_errors: int = 0
+    gpu: GpuActivity = GpuActivity()
 
 
 class ExpertCache(Message, frozen=True, tag=True):
@@ -629,6 +647,19 @@ class ExpertCache(Message, frozen=True, tag=True):
     """`io_uring` or `threads`."""
     reason: str = ""
     """Why not what `auto` prefers; empty if it is."""
+    tier: str = "pageable"
+    """Of the memory: `pinned` where a GPU reads it."""
+    gpu: GpuSlots | None = None
+    """None: experts are computed where the cache has them."""
+
+
+class GpuSlots(Message, frozen=True, tag=True):
+    """Slots on a GPU: gauges."""
+
+    resident_experts: int = 0
+    resident_bytes: int = 0
+    capacity_experts: int = 0
+    capacity_bytes: int = 0
 
 
 class MemoryPool(Message, frozen=True, tag=True):

@@ -23,10 +23,11 @@ from s2moe.engine.evaluated_tokens import EvaluatedTokens, token_array
 from s2moe.engine.expert_trace import ExpertTraceFile
 from s2moe.engine.fault_log import FaultLog
 from s2moe.engine.hot_experts import ModelIdentity
-from s2moe.engine.loading import Loader, check_file
+from s2moe.engine.loading import Loader
 from s2moe.engine.memory import Footprint, measure_footprint, resident_bytes
 from s2moe.engine.memory_guard import MemoryGuard
 from s2moe.engine.messages import Configure, MemoryPool, ModelInfo, Plan
+from s2moe.engine.model_file import check_file
 from s2moe.engine.native import (
     AbortSwitch,
     ChatTemplate,
@@ -98,6 +99,9 @@ class Model:
         self._loaded = loader.load(on_progress, on_plan)
         self.handle, self.context = self._loaded.handle, self._loaded.contexts.main
         self.experts, self.plan = self._loaded.experts, self._loaded.plan
+        gpu_plan = self._loaded.gpu_plan
+        self.gpu_line = "" if gpu_plan is None else gpu_plan.line()
+        """What slots on a GPU get; empty: there are none."""
         self.speculation = self._loaded.speculation
         """What requests may ask for."""
         self.vocab = self.llama_cpp.llama_model_get_vocab(self.handle)
@@ -170,6 +174,7 @@ class Model:
             layout=lambda: model_layout(self.library, configure.model_path),
             llama_build=self.library.build_info()["source"],
             kv_types=f"{params.type_k} {params.type_v}",
+            hardware=f"{self.device.names}, {processor_name()}",
             meta=partial(meta_value, self.llama_cpp, self.handle),
         )
 
@@ -195,14 +200,21 @@ class Model:
                 reads += f", {configure.expert_policy}"
         circumstances = Circumstances.of(
             ModelIdentity.of_layout(layout),
-            f"{configure.device}, {processor_name()}, {self.n_threads} threads, reads with {reads}",
-            1.0 if self.plan is None else self.plan.resident_share,
+            f"{self.device.names}, {processor_name()}, {self.n_threads} threads, reads with {reads}",
+            self._resident_share,
         )
         try:
             return SpeculationState(circumstances, cache_directory())
         except RuntimeError as error:
             logger.warning("what speculation learns is not kept, for want of a cache directory: %s", error)
             return None
+
+    @property
+    def _resident_share(self) -> float:
+        """Experts that fit the memory that computes them, 0 … 1."""
+        if self._loaded.gpu_plan is not None:
+            return self._loaded.gpu_plan.n_slots / max(1, self._loaded.gpu_plan.n_experts)
+        return 1.0 if self.plan is None else self.plan.resident_share
 
     def _create_speculator(self) -> Speculator:
         state = None if self._learnt is None else self._learnt.load()
@@ -428,6 +440,9 @@ class Model:
         used = {"weights": needs.weights_bytes, "kv": needs.kv_bytes, "compute": needs.compute_bytes}
         if self.experts is not None:
             used["expert_cache"] = self.experts.stats().touched_bytes
+            slots = self.experts.slot_stats()
+            if slots is not None and self.device.is_unified:
+                used["expert_cache"] += slots.capacity_bytes
         used["prompt_cache"] = self.prompt_cache.n_bytes
         used["processes"] = max(0, self.measure_footprint().total_bytes - sum(used.values()))
         return [

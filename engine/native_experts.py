@@ -99,6 +99,45 @@ class ExpertStats(ctypes.Structure):
     touched_bytes: int
 
 
+class SlotStats(ctypes.Structure):
+    """struct s2moe_device_stats."""
+
+    _fields_ = (
+        ("hits", c_uint64 * N_PHASES),
+        ("misses", c_uint64 * N_PHASES),
+        ("prefetched", c_uint64 * N_PHASES),
+        ("host_misses", c_uint64 * N_PHASES),
+        ("promotions", c_uint64),
+        ("demand_bytes", c_uint64),
+        ("promoted_bytes", c_uint64),
+        ("requests", c_uint64),
+        ("wait_seconds", c_double * N_PHASES),
+        ("synchronizations", c_uint64),
+        ("evictions", c_uint64),
+        ("resident_experts", c_uint64),
+        ("resident_bytes", c_uint64),
+        ("capacity_experts", c_uint64),
+        ("capacity_bytes", c_uint64),
+        ("pinned_bytes", c_uint64),
+    )
+    hits: Sequence[int]
+    misses: Sequence[int]
+    prefetched: Sequence[int]
+    host_misses: Sequence[int]
+    promotions: int
+    demand_bytes: int
+    promoted_bytes: int
+    requests: int
+    wait_seconds: Sequence[float]
+    synchronizations: int
+    evictions: int
+    resident_experts: int
+    resident_bytes: int
+    capacity_experts: int
+    capacity_bytes: int
+    pinned_bytes: int
+
+
 class ExpertId(ctypes.Structure):
     """struct s2moe_expert_id."""
 
@@ -148,10 +187,31 @@ class ExpertTrace(ctypes.Structure):
 class ContextMemory(ctypes.Structure):
     """struct s2moe_memory."""
 
-    _fields_ = (("weights_bytes", c_uint64), ("kv_bytes", c_uint64), ("compute_bytes", c_uint64))
+    _fields_ = (
+        ("weights_bytes", c_uint64),
+        ("kv_bytes", c_uint64),
+        ("compute_bytes", c_uint64),
+        ("gpu_weights_bytes", c_uint64),
+        ("gpu_kv_bytes", c_uint64),
+        ("gpu_compute_bytes", c_uint64),
+    )
     weights_bytes: int
     kv_bytes: int
     compute_bytes: int
+    gpu_weights_bytes: int
+    gpu_kv_bytes: int
+    gpu_compute_bytes: int
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.gpu_weights_bytes + self.gpu_kv_bytes + self.gpu_compute_bytes
+
+    def share(self) -> None:
+        """Counts what lies in the memory of a GPU as the machine's, which it is there."""
+        self.weights_bytes += self.gpu_weights_bytes
+        self.kv_bytes += self.gpu_kv_bytes
+        self.compute_bytes += self.gpu_compute_bytes
+        self.gpu_weights_bytes = self.gpu_kv_bytes = self.gpu_compute_bytes = 0
 
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -165,6 +225,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "s2moe_experts_grow": (c_uint64, [c_void_p, c_uint64]),
     "s2moe_experts_reader": (c_int32, [c_void_p, POINTER(c_void_p)]),
     "s2moe_experts_stats": (None, [c_void_p, POINTER(ExpertStats)]),
+    "s2moe_experts_use_device": (c_int32, [c_void_p, c_void_p, c_char_p, c_uint64]),
+    "s2moe_experts_device_floor_bytes": (c_uint64, [c_void_p]),
+    "s2moe_experts_device": (c_int32, [c_void_p, POINTER(c_void_p)]),
+    "s2moe_experts_device_stats": (None, [c_void_p, POINTER(SlotStats)]),
     "s2moe_experts_residency": (c_int32, [c_void_p, c_int32, POINTER(c_uint8), c_int32]),
     "s2moe_experts_prefetch": (c_int32, [c_void_p, POINTER(ExpertId), c_int32, c_int32, POINTER(c_int32)]),
     "s2moe_experts_cancel_prefetches": (c_int32, [c_void_p]),
@@ -176,6 +240,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "s2moe_experts_take_trace": (c_int64, [c_void_p, POINTER(ExpertTrace), c_int64]),
     "s2moe_experts_measure": (c_int32, [c_void_p, c_uint64, POINTER(c_double)]),
     "s2moe_context_memory": (c_int32, [c_void_p, POINTER(ContextMemory)]),
+    "s2moe_gpu_memory": (c_int32, [c_int32, POINTER(c_uint64), POINTER(c_uint64)]),
 }
 
 
@@ -197,6 +262,14 @@ def context_memory(library: Library, context: Any) -> ContextMemory:
     memory = ContextMemory()
     library.check(library._lib.s2moe_context_memory(context, byref(memory)))
     return memory
+
+
+def gpu_memory(library: Library, index: int) -> tuple[int, int]:
+    """Free and all bytes of a GPU, by llama.cpp's number. Raises NativeError with Status.UNSUPPORTED."""
+    library.declare(_PROTOTYPES)
+    free, total = c_uint64(), c_uint64()
+    library.check(library._lib.s2moe_gpu_memory(index, byref(free), byref(total)))
+    return free.value, total.value
 
 
 class Experts(_Handle):
@@ -240,6 +313,8 @@ class Experts(_Handle):
         sizes = [layer["expert_bytes"] for layer in layers]
         self.expert_file_bytes: tuple[int, int] = (min(sizes), max(sizes))
         """Of one expert in the file: the smallest and the largest."""
+        self.device: dict[str, Any] | None = None
+        """Where slots of a GPU are: "device", "unified", "pinned", "reason"; None = there are none."""
 
     # memory
 
@@ -266,6 +341,35 @@ class Experts(_Handle):
         """Takes back what shrink() gave up; returns the bytes that slots take then. Not during a decode."""
         value: int = self._lib.s2moe_experts_grow(self.handle, capacity_bytes)
         return value
+
+    # slots of a GPU
+
+    @property
+    def device_floor_bytes(self) -> int:
+        """The least capacity for use_device()."""
+        value: int = self._lib.s2moe_experts_device_floor_bytes(self.handle)
+        return value
+
+    def use_device(self, context: Any, device: str, capacity_bytes: int) -> None:
+        """Has experts computed from slots in the memory of `device` ("cuda:0"), fed by the cache. After
+        allocate(), before the context's first decode.
+
+        Raises NativeError with Status.INVALID, UNSUPPORTED or NO_MEMORY.
+        """
+        self._library.check(
+            self._lib.s2moe_experts_use_device(self.handle, context, device.encode(), capacity_bytes)
+        )
+        result = c_void_p()
+        self._library.check(self._lib.s2moe_experts_device(self.handle, byref(result)))
+        self.device = json.loads(self._library.take_string(result))
+
+    def slot_stats(self) -> SlotStats | None:
+        """None: there are no slots of a GPU."""
+        if self.device is None:
+            return None
+        stats = SlotStats()
+        self._lib.s2moe_experts_device_stats(self.handle, byref(stats))
+        return stats
 
     # reads
 

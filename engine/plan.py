@@ -148,6 +148,8 @@ class Needs:
     n_batch: int
     n_kv_caches: int = 1
     """2: drafts have one of their own."""
+    gpu_kv_bytes: int = 0
+    """Of the KV cache, what lies in the memory of a GPU and not in the budget."""
 
     @property
     def kv_text(self) -> str:
@@ -168,6 +170,8 @@ class MemoryPlan:
     operator chose one."""
     supply: Supply | None = None
     """None: not known."""
+    feed_bytes: int = 0
+    """Of an expert cache that feeds slots of a GPU in the same memory; the plan's slots are then those."""
     prompt_cache_size: int = 0
     """Bytes for KV rows of other conversations as asked for, or AUTO_PROMPT_CACHE."""
 
@@ -197,7 +201,7 @@ class MemoryPlan:
         spare_bytes = max(0, left_bytes - (all_bytes if left_bytes >= all_bytes else least_bytes))
         return min(
             MAX_AUTO_PROMPT_CACHE_BYTES,
-            AUTO_PROMPT_CACHE_CONTEXTS * self.needs.kv_bytes,
+            AUTO_PROMPT_CACHE_CONTEXTS * (self.needs.kv_bytes + self.needs.gpu_kv_bytes),
             max(0, left_bytes - least_bytes) // AUTO_PROMPT_CACHE_DIVISOR,
             spare_bytes - _round_up(spare_bytes, RESERVE_DIVISOR),  # page tables of its own
         )
@@ -252,6 +256,7 @@ class MemoryPlan:
             + self.needs.weights_bytes
             + self.needs.kv_bytes
             + compute_bytes
+            + self.feed_bytes
             + asked_bytes
         )
 
@@ -314,7 +319,7 @@ class MemoryPlan:
             "weights": self.needs.weights_bytes,
             "kv": self.needs.kv_bytes,
             "compute": self.needs.compute_bytes,
-            "expert_cache": self.capacity_bytes,
+            "expert_cache": self.capacity_bytes + self.feed_bytes,
             "prompt_cache": self.prompt_cache_bytes,
             "reserve": self.reserve_bytes,
         }
@@ -370,7 +375,7 @@ class MemoryPlan:
             (needs.kv_bytes, needs.kv_text),
             (needs.compute_bytes, f"compute buffers for {needs.n_batch} tokens"),
             (max(0, self.prompt_cache_size), "prompt cache"),
-            (self.slots_floor_bytes, "experts of one layer"),
+            (self.slots_floor_bytes + self.feed_bytes, "experts of one layer"),
             (self.floor_bytes - self.fixed_bytes - self.slots_floor_bytes, "reserve"),
         ]
         return " + ".join(f"{show(n_bytes)} {name}" for n_bytes, name in terms if n_bytes)
@@ -429,9 +434,10 @@ class MemoryPlan:
         )
         return lines
 
-    def to_wire(self, reader: Mapping[str, Any]) -> Plan:
-        """`reader`: how experts are read, as Experts.reader() says; empty for a dense model."""
-        lines = self.lines()
+    def to_wire(self, reader: Mapping[str, Any], gpu_line: str = "") -> Plan:
+        """`reader`: how experts are read, as Experts.reader() says; empty for a dense model. `gpu_line`: what
+        GpuPlan.line() says; empty: no slots on a GPU."""
+        lines = [*self.lines(), *filter(None, [gpu_line])]
         if reader:
             why = f" ({reader['reason']})" if reader["reason"] else ""
             lines.append(f"experts are read with {reader['reader']}, {reader['io']} I/O{why}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from s2moe.engine.cpu import processor_name
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.memory import available_bytes
 from s2moe.engine.messages import Configure
@@ -33,9 +32,11 @@ def create_prompt_cache(
     layout: Callable[[], Mapping[str, Any]],
     llama_build: str,
     kv_types: str,
+    hardware: str,
     meta: Callable[[str], str],
 ) -> PromptCache:
-    """`layout`: the object of s2moe_model_layout(); `meta`: a value of the model's metadata, "" = none.
+    """`layout`: the object of s2moe_model_layout(); `hardware`: where rows have the same
+    bits; `meta`: a value of the model's metadata, "" = none.
 
     Raises EngineStartError.
     """
@@ -53,7 +54,7 @@ def create_prompt_cache(
             llama_build=llama_build,
             kv_types=kv_types,
             rope=_rope(sequence.n_ctx, meta),
-            hardware=f"{configure.device}, {processor_name()}",
+            hardware=hardware,
         )
         files = SnapshotFiles(Path(directory), identity, budget_bytes, events)
     except OSError as error:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from s2moe.engine.divergence import Rows
 from s2moe.engine.errors import EngineStartError, RequestError
 from s2moe.engine.hot_experts import write_atomically
-from s2moe.engine.loading import about, check_file
 from s2moe.engine.messages import Configure
+from s2moe.engine.model_file import about, check_file
 from s2moe.engine.native import Library, LibraryNotFoundError, NativeError, load_llama_cpp
 from s2moe.engine.native_experts import model_layout
 from s2moe.engine.output_file import OutputFileError, check_output

@@ -13,21 +13,23 @@ from s2moe.engine.messages import (
     ExpertActivity,
     ExpertCache,
     ExpertPhase,
+    GpuActivity,
 )
 from s2moe.server.bucket_histogram import BucketHistogram
 
 LOOKUP_RESULTS = ("hit", "miss", "prefetched")
 PHASES = ("prefill", "decode")
-LOAD_SOURCES = ("disk",)
+LOAD_SOURCES = ("disk", "host")
 LOAD_TRIGGERS = ("demand", "prefetch", "warmup")
 EVICTION_POLICIES = ("decayed_frequency",)
 PREFETCH_OUTCOMES = ("used", "late", "wasted")
-TIERS = ("pageable",)
+TIERS = ("gpu", "pinned", "pageable")
 MEMORY_POOLS = ("weights", "kv", "compute", "expert_cache", "prompt_cache", "processes", "reserve")
 MEMORY_DEVICES = ("host",)
 PRESSURE_ACTIONS = ("drop_prompt_cache", "shrink_cache", "grow_cache")
 
-_DISK = LOAD_SOURCES[0]
+_DISK, _COPIED = LOAD_SOURCES
+_GPU = TIERS[0]
 _HOST = MEMORY_DEVICES[0]
 
 
@@ -47,13 +49,19 @@ class ExpertMetrics:
             {"result": LOOKUP_RESULTS, "phase": PHASES},
         )
         by_trigger = {"source": LOAD_SOURCES, "trigger": LOAD_TRIGGERS}
-        self._loads = self._counter("expert_cache_loads_total", "Experts read", by_trigger)
-        self._load_bytes = self._counter("expert_cache_load_bytes_total", "Bytes of experts read", by_trigger)
+        self._loads = self._counter(
+            "expert_cache_loads_total",
+            "Experts read from the disk, or copied from the host's memory into a GPU's slots",
+            by_trigger,
+        )
+        self._load_bytes = self._counter(
+            "expert_cache_load_bytes_total", "Bytes of experts read or copied", by_trigger
+        )
         self._load_duration = BucketHistogram(
             f"{self._namespace}_expert_cache_load_duration_seconds",
             "From the request for an expert to its last byte",
             LOAD_DURATION_BOUNDS_SECONDS,
-            {"source": LOAD_SOURCES},
+            {"source": (_DISK,)},
             self._registry,
         )
         self._read_seconds = self._counter(
@@ -85,6 +93,16 @@ class ExpertMetrics:
             ),
             "capacity_bytes": self._gauge("expert_cache_capacity_bytes", "Bytes of all slots", tier),
         }
+        self._gpu_evictions = self._counter(
+            "gpu_slot_evictions_total", "Experts evicted from the slots of a GPU"
+        )
+        self._gpu_requests = self._counter(
+            "gpu_host_requests_total", "Layers for which a GPU waited until the host had fetched experts"
+        )
+        self._gpu_synchronizations = self._counter(
+            "gpu_synchronizations_total",
+            "Times that the host waited for a GPU on behalf of its slots, results of decodes not counted",
+        )
         self._info = Gauge(
             "expert_cache_info",
             "How experts are read, and why not in the preferred way; 1 once it is known",
@@ -130,8 +148,8 @@ class ExpertMetrics:
 
     def on_engine_gone(self) -> None:
         """What the engine held is free again; counters stay."""
-        for gauge in self._gauges.values():
-            gauge.labels(TIERS[0]).set(0)
+        for gauge, tier in product(self._gauges.values(), TIERS):
+            gauge.labels(tier).set(0)
         for pool in MEMORY_POOLS:
             self._memory_used.labels(pool, _HOST).set(0)
 
@@ -150,6 +168,15 @@ class ExpertMetrics:
         self._prefetches.labels("late").inc(activity.prefetches_late)
         self._prefetches.labels("wasted").inc(activity.prefetches_wasted)
         self._read_errors.inc(activity.read_errors)
+        self._add_gpu(activity.gpu)
+
+    def _add_gpu(self, activity: GpuActivity) -> None:
+        for trigger, loads in (("demand", activity.demand), ("prefetch", activity.prefetch)):
+            self._loads.labels(_COPIED, trigger).inc(loads.n_loads)
+            self._load_bytes.labels(_COPIED, trigger).inc(loads.n_bytes)
+        self._gpu_evictions.inc(activity.evictions)
+        self._gpu_requests.inc(activity.requests)
+        self._gpu_synchronizations.inc(activity.synchronizations)
 
     def _add_phase(self, phase: str, activity: ExpertPhase) -> None:
         self._lookups.labels("hit", phase).inc(activity.hits)
@@ -161,7 +188,8 @@ class ExpertMetrics:
 
     def _show_cache(self, cache: ExpertCache) -> None:
         for name, gauge in self._gauges.items():
-            gauge.labels(TIERS[0]).set(getattr(cache, name))
+            gauge.labels(cache.tier if cache.tier in TIERS else TIERS[-1]).set(getattr(cache, name))
+            gauge.labels(_GPU).set(0 if cache.gpu is None else getattr(cache.gpu, name))
         info = (cache.io, cache.reader, cache.reason)
         if info != self._info_shown:
             self._info_shown = info

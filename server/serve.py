@@ -84,6 +84,7 @@ def to_configure(settings: Settings, model: Path) -> Configure:
         device=settings.device,
         chat_template=settings.read_chat_template(),
         memory_budget_bytes=settings.memory_budget,
+        vram_budget_bytes=settings.vram_budget,
         front_end_bytes=own_resident_bytes(),
         io=settings.io,
         reader=settings.reader,

@@ -125,6 +125,14 @@ class Settings(BaseSettings):
         description="memory for everything, in bytes or as 1500MiB; experts that do not fit are read from "
         "the model file; auto = what the machine or container has, less a reserve",
     )
+    vram_budget: BudgetBytes = Field(
+        AUTO_BUDGET,
+        ge=0,
+        le=MAX_SIZE_BYTES,
+        description="with --device cuda: memory of the GPU for the model, its KV cache and slots for "
+        "experts, in bytes or as 12GiB; experts without a slot come from the machine's memory, or from the "
+        "model file; auto = what is free, less a reserve, without slots where all experts fit",
+    )
     prompt_cache_size: CacheBytes = Field(
         AUTO_PROMPT_CACHE,
         ge=AUTO_PROMPT_CACHE,
@@ -226,8 +234,8 @@ class Settings(BaseSettings):
     )
     device: Literal["cpu", "cuda"] = Field(
         "cpu",
-        description="where the model runs; cuda = all of it, experts included, on the GPU, or not at all: "
-        "the server never takes the CPU instead",
+        description="where the model runs; cuda = on the GPU, with slots for experts where not all of them "
+        "fit, or not at all: the server never takes the CPU instead",
     )
     chat_template_file: Path | None = Field(
         None, description="Jinja file that replaces the model's own chat template"

@@ -16,14 +16,20 @@ if(NOT DEFINED SKBUILD)
 endif()
 set_property(TARGET ggml-cuda APPEND PROPERTY INSTALL_RPATH ${S2MOE_CUDA_RPATH})
 
-# Compiled into libs2moe. Products are not fused with sums, so that doubles are those of the CPU. No library is linked
-# with it: `cuda-check` would have to build that first.
-add_library(s2moe-cuda OBJECT cuda/gate.cu)
-target_compile_features(s2moe-cuda PRIVATE cuda_std_17)
-target_compile_options(s2moe-cuda PRIVATE -fmad=false -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-fvisibility=hidden)
-target_include_directories(s2moe-cuda PUBLIC ${CMAKE_CURRENT_SOURCE_DIR}/cuda PRIVATE
-    ${CMAKE_CURRENT_SOURCE_DIR}/include ${CMAKE_CURRENT_SOURCE_DIR}/llama ${CMAKE_CURRENT_SOURCE_DIR}/src)
-target_include_directories(s2moe-cuda SYSTEM PRIVATE ${S2MOE_LLAMA_DIR}/include ${S2MOE_LLAMA_DIR}/ggml/include)
+# Compiled into libs2moe; the gate's kernel apart, for its test. Products are not fused with sums, so that doubles are
+# those of the CPU. No library is linked with them: `cuda-check` would have to build that first.
+add_library(s2moe-cuda-gate OBJECT cuda/gate.cu)
+add_library(s2moe-cuda OBJECT cuda/gate_op.cpp cuda/remap.cu)
+foreach(target s2moe-cuda-gate s2moe-cuda) # CMake knows C++20 for CUDA from 3.26 on only, hence the flag
+    target_compile_features(${target} PRIVATE cxx_std_20)
+    target_compile_options(${target} PRIVATE
+        $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -fmad=false -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-fvisibility=hidden>
+        $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -fvisibility=hidden>)
+    target_include_directories(${target} PUBLIC ${CMAKE_CURRENT_SOURCE_DIR}/cuda PRIVATE
+        ${CMAKE_CURRENT_SOURCE_DIR}/include ${CMAKE_CURRENT_SOURCE_DIR}/llama ${CMAKE_CURRENT_SOURCE_DIR}/src
+        ${CMAKE_CURRENT_SOURCE_DIR}/ggml ${CUDAToolkit_INCLUDE_DIRS})
+    target_include_directories(${target} SYSTEM PRIVATE ${S2MOE_LLAMA_DIR}/include ${S2MOE_LLAMA_DIR}/ggml/include)
+endforeach()
 
 # What our patches touch of ggml-cuda, and what we add to it, as ggml-cuda compiles them.
 add_library(cuda-check-ggml OBJECT EXCLUDE_FROM_ALL
@@ -33,4 +39,4 @@ foreach(property COMPILE_DEFINITIONS COMPILE_OPTIONS COMPILE_FEATURES INCLUDE_DI
 endforeach()
 
 add_custom_target(cuda-check)
-add_dependencies(cuda-check s2moe-cuda cuda-check-ggml)
+add_dependencies(cuda-check s2moe-cuda-gate s2moe-cuda cuda-check-ggml)

@@ -4,96 +4,14 @@
 #include <cstring>
 #include <string>
 
-#include <cuda_runtime.h>
-
-#include "error.h"
+#include "block_lanes.h"
+#include "driver.h"
 
 namespace s2moe {
 
 namespace {
 
-constexpr int warp_size = 32;
-constexpr int max_warps = 4;
 constexpr int experts_per_lane = 4;
-constexpr unsigned whole_warp = 0xFFFFFFFF;
-
-// The threads of one block, in whole warps.
-class block_lanes {
-  public:
-    // Two of each, so that a warp may begin the next search while another one still reads the results of the last.
-    struct exchange {
-        uint64_t keys[2][max_warps];
-        int indices[2][max_warps];
-    };
-
-    __device__ explicit block_lanes(exchange & shared) : shared(shared) {
-    }
-
-    template <class function> __device__ void each(int n, const function & f) {
-        for (int i = thread(); i < n; i += n_threads()) {
-            f(i);
-        }
-        __syncthreads();
-    }
-
-    template <class function> __device__ void at(int i, const function & f) {
-        if (i % n_threads() == thread()) {
-            f();
-        }
-    }
-
-    template <class function> __device__ int best(int n, const function & key) {
-        uint64_t top = 0;
-        int index = -1;
-        for (int i = thread(); i < n; i += n_threads()) {
-            const uint64_t value = key(i);
-            if (value > top) {
-                top = value;
-                index = i;
-            }
-        }
-        for (int distance = warp_size / 2; distance > 0; distance /= 2) {
-            const uint64_t other_top = __shfl_xor_sync(whole_warp, top, distance);
-            const int other_index = __shfl_xor_sync(whole_warp, index, distance);
-            keep_better(top, index, other_top, other_index);
-        }
-        turn ^= 1;
-        if (thread() % warp_size == 0) {
-            shared.keys[turn][thread() / warp_size] = top;
-            shared.indices[turn][thread() / warp_size] = index;
-        }
-        __syncthreads();
-        top = 0;
-        index = -1;
-        for (int warp = 0; warp < n_threads() / warp_size; ++warp) {
-            keep_better(top, index, shared.keys[turn][warp], shared.indices[turn][warp]);
-        }
-        return index;
-    }
-
-    __device__ void meet() {
-        __syncthreads();
-    }
-
-  private:
-    __device__ static int thread() {
-        return static_cast<int>(threadIdx.x);
-    }
-    __device__ static int n_threads() {
-        return static_cast<int>(blockDim.x);
-    }
-
-    // without a key there is no index, on either side
-    __device__ static void keep_better(uint64_t & top, int & index, uint64_t other_top, int other_index) {
-        if (other_top > top || (other_top == top && other_index < index)) {
-            top = other_top;
-            index = other_index;
-        }
-    }
-
-    exchange & shared;
-    int turn = 0;
-};
 
 __global__ void __launch_bounds__(max_warps * warp_size)
     gate_kernel(const gate_control * control, gate_layer layer, gate_account * accounts) {
@@ -104,28 +22,8 @@ __global__ void __launch_bounds__(max_warps * warp_size)
 }
 
 void check(cudaError_t status, const char * what) {
-    if (status != cudaSuccess) {
-        throw failure(status == cudaErrorMemoryAllocation ? S2MOE_ERROR_NO_MEMORY : S2MOE_ERROR_INTERNAL,
-                      std::string("gate on the GPU: ") + what + ": " + cudaGetErrorString(status));
-    }
+    check_cuda(status, std::string("gate on the GPU: ") + what);
 }
-
-// The current device, while it lives.
-class device_scope {
-  public:
-    explicit device_scope(int device) {
-        check(cudaGetDevice(&before), "cudaGetDevice");
-        check(cudaSetDevice(device), "cudaSetDevice");
-    }
-    ~device_scope() {
-        (void)cudaSetDevice(before);
-    }
-    device_scope(const device_scope &) = delete;
-    device_scope & operator=(const device_scope &) = delete;
-
-  private:
-    int before = 0;
-};
 
 std::byte * device_memory(size_t n_bytes) {
     void * result = nullptr;
@@ -148,8 +46,8 @@ void free_pinned(std::byte * memory) {
     (void)cudaFreeHost(memory);
 }
 
-void free_event(CUevent_st * event) {
-    (void)cudaEventDestroy(event);
+void free_stream(CUstream_st * stream) {
+    (void)cudaStreamDestroy(stream);
 }
 
 size_t aligned(size_t n_bytes) {
@@ -158,32 +56,9 @@ size_t aligned(size_t n_bytes) {
 
 } // namespace
 
-gate_call gate_call_of(const ggml_tensor * op, const llama_moe_gate_layer & layer) {
-    const ggml_tensor * scores = op->src[0];
-    const ggml_tensor * weights = op->src[1];
-    gate_call call;
-    call.layer = layer.layer;
-    call.n_rows = static_cast<int32_t>(op->ne[1]);
-    call.n_expert = static_cast<int32_t>(op->ne[0]);
-    call.k = layer.k;
-    call.kind = layer.scores;
-    call.scores = {static_cast<const float *>(scores->data), scores->nb[1]};
-    call.weights = {static_cast<const float *>(weights->data), weights->nb[1]};
-    call.gated = {static_cast<float *>(op->data), op->nb[1]};
-    return call;
-}
-
-bool device_gate::supports(const ggml_tensor * op) {
-    const auto fits = [](const ggml_tensor * t) {
-        return t != nullptr && t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->ne[2] == 1 && t->ne[3] == 1;
-    };
-    return fits(op) && fits(op->src[0]) && fits(op->src[1]) && op->ne[0] <= max_gate_experts &&
-           op->ne[1] <= max_gate_rows;
-}
-
 device_gate::device_gate(int device, int n_layer, int n_expert, int n_ids)
     : device(device), n_layer(n_layer), n_expert(n_expert), n_ids(n_ids), on_device(nullptr, free_device),
-      staging(nullptr, free_pinned), results(nullptr, free_pinned), staged(nullptr, free_event) {
+      staging(nullptr, free_pinned), results(nullptr, free_pinned), stream(nullptr, free_stream) {
     if (n_layer < 1 || n_expert < 1 || n_expert > max_gate_experts || n_ids < 1 || n_ids > n_expert) {
         throw failure(S2MOE_ERROR_INVALID,
                       "gate on the GPU: n_expert is " + std::to_string(n_expert) + " and n_ids " +
@@ -195,9 +70,9 @@ device_gate::device_gate(int device, int n_layer, int n_expert, int n_ids)
     on_device.reset(device_memory(aligned(state_bytes) + 2 * ids_bytes(max_gate_rows)));
     staging.reset(pinned_memory(state_bytes));
     results.reset(pinned_memory(aligned(sizeof(state::accounts)) + 2 * ids_bytes(max_gate_rows)));
-    CUevent_st * made = nullptr;
-    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    staged.reset(made);
+    cudaStream_t made = nullptr;
+    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    stream.reset(made);
 }
 
 device_gate::~device_gate() = default;
@@ -210,7 +85,7 @@ size_t device_gate::ids_bytes(int n_rows) const {
     return static_cast<size_t>(n_layer) * n_rows * n_ids * sizeof(int32_t);
 }
 
-void device_gate::begin(const gate_control & control, const uint8_t * residency, CUstream_st * stream) {
+void device_gate::begin(const gate_control & control, const uint8_t * residency) {
     if (control.n_rows < 0 || control.n_rows > max_gate_rows || control.k_draft < 0 || control.k_draft > n_ids) {
         throw failure(S2MOE_ERROR_INVALID,
                       "gate on the GPU: n_rows is " + std::to_string(control.n_rows) + " and k_draft " +
@@ -221,14 +96,13 @@ void device_gate::begin(const gate_control & control, const uint8_t * residency,
     problem = cudaSuccess;
     const size_t residency_bytes = static_cast<size_t>(n_layer) * n_expert;
     const size_t state_bytes = sizeof(state) + residency_bytes;
-    check(cudaEventSynchronize(staged.get()), "cudaEventSynchronize"); // long done, unless a decode was given up
     *state_in(staging) = state{control, {}};
     std::memcpy(staging.get() + sizeof(state), residency, residency_bytes);
-    check(cudaMemcpyAsync(on_device.get(), staging.get(), state_bytes, cudaMemcpyHostToDevice, stream),
+    check(cudaMemcpyAsync(on_device.get(), staging.get(), state_bytes, cudaMemcpyHostToDevice, stream.get()),
           "cudaMemcpyAsync");
-    check(cudaEventRecord(staged.get(), stream), "cudaEventRecord");
-    check(cudaMemsetAsync(on_device.get() + aligned(state_bytes), 0xFF, 2 * ids_bytes(max_gate_rows), stream),
+    check(cudaMemsetAsync(on_device.get() + aligned(state_bytes), 0xFF, 2 * ids_bytes(max_gate_rows), stream.get()),
           "cudaMemsetAsync");
+    check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
 }
 
 void device_gate::launch(const gate_call & call, CUstream_st * stream) noexcept {
@@ -262,7 +136,7 @@ void device_gate::launch(const gate_call & call, CUstream_st * stream) noexcept 
     problem = cudaGetLastError();
 }
 
-gate_outcome device_gate::read(int n_rows, CUstream_st * stream) {
+gate_outcome device_gate::read(int n_rows) {
     check(static_cast<cudaError_t>(problem), "a layer's kernel");
     if (n_rows < 1 || n_rows > max_gate_rows) {
         throw failure(S2MOE_ERROR_INVALID, "gate on the GPU: n_rows is " + std::to_string(n_rows));
@@ -275,7 +149,7 @@ gate_outcome device_gate::read(int n_rows, CUstream_st * stream) {
                           state_in(on_device)->accounts,
                           n_rows * sizeof(gate_account),
                           cudaMemcpyDeviceToHost,
-                          stream),
+                          stream.get()),
           "cudaMemcpyAsync");
     // exact and chosen as one matrix of 2 n_layer rows
     check(cudaMemcpy2DAsync(ids,
@@ -285,9 +159,9 @@ gate_outcome device_gate::read(int n_rows, CUstream_st * stream) {
                             n_rows * row_bytes,
                             2 * static_cast<size_t>(n_layer),
                             cudaMemcpyDeviceToHost,
-                            stream),
+                            stream.get()),
           "cudaMemcpy2DAsync");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
     gate_outcome outcome;
     outcome.n_ids = n_ids;
     const auto * accounts = reinterpret_cast<const gate_account *>(results.get());

@@ -9,6 +9,11 @@
 //                  i's owner; all lanes have called theirs when the first one returns
 //   meet()         no lane goes on before all are here
 //
+// One lane may also talk with another thread, on the other side of a bus perhaps:
+//
+//   publish(word, value)   writes it; who reads it there sees all that the lane, and those that it met, wrote before
+//   wait(word, value)      until the word has the value; the lane then sees all that was written before it there
+//
 // So what belongs to an index may be written and read by its owner at any time. The other lanes may read it after a
 // meeting, and the owner may write it again after the next one.
 
@@ -16,6 +21,12 @@
 
 #include <cstdint>
 #include <cstring>
+
+#if !defined(__CUDACC__)
+#include <atomic>
+#include <chrono>
+#include <thread>
+#endif
 
 #if defined(__CUDACC__)
 #define S2MOE_ANYWHERE __host__ __device__
@@ -41,6 +52,7 @@ S2MOE_ANYWHERE inline uint64_t order_key(double value) {
     return (bits & sign) != 0 ? ~bits : bits | sign;
 }
 
+#if !defined(__CUDACC__)
 // All lanes in one thread.
 struct one_lane {
     template <class function> void each(int n, const function & f) {
@@ -64,6 +76,15 @@ struct one_lane {
     }
     void meet() {
     }
+    void publish(uint32_t * word, uint32_t value) {
+        std::atomic_ref<uint32_t>(*word).store(value, std::memory_order_release);
+    }
+    void wait(uint32_t * word, uint32_t value) {
+        while (std::atomic_ref<uint32_t>(*word).load(std::memory_order_acquire) != value) {
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+        }
+    }
 };
+#endif
 
 } // namespace s2moe

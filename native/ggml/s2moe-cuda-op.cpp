@@ -49,8 +49,9 @@ void s2moe_cuda_set_op(ggml_custom_op_t on_host, s2moe_cuda_op op) {
 }
 
 bool s2moe_cuda_supports_op(const ggml_tensor * op) {
-    const s2moe_cuda_op found = registered().find(params_of(op).fun);
-    return found.supports != nullptr && found.supports(op);
+    const ggml_custom_op_params params = params_of(op);
+    const s2moe_cuda_op found = registered().find(params.fun);
+    return found.supports != nullptr && found.supports(op, params.userdata);
 }
 
 bool s2moe_cuda_run_op(ggml_tensor * dst, CUstream_st * stream) {

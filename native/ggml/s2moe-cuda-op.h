@@ -12,7 +12,7 @@ struct CUstream_st; // cudaStream_t points to it
 
 struct s2moe_cuda_op {
     // Whether the GPU can compute `op`, whose tensors may have no memory yet.
-    bool (*supports)(const ggml_tensor * op);
+    bool (*supports)(const ggml_tensor * op, void * userdata);
 
     // Queues the work on `stream`, of the current device. It may be recorded into a CUDA graph and repeated, so it must
     // not wait, and what changes between decodes must lie in device memory.

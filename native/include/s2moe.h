@@ -260,6 +260,65 @@ struct s2moe_expert_stats {
         touched_bytes; /* gauge: of them, what has been taken from the system; the rest follows in the background */
 };
 
+/*
+ * Puts a tier of slots in a GPU's memory above the store: experts are then computed from those slots only, and the
+ * store's own slots, in the host's memory, feed them. To be called after s2moe_experts_allocate(), whose capacity can
+ * change no more, and before the first decode of `ctx`, whose model must be the store's.
+ *
+ *   device          "cuda:0" and so on: all layers of the model must be computed there. "host": the CPU stands for a
+ *                   GPU, for tests; "host-unpinned": for one that cannot read the host's memory
+ *   capacity_bytes  for slots; at least s2moe_experts_device_floor_bytes()
+ *
+ * A GPU waits for the host only in layers that use an expert without a slot; experts that s2moe_experts_prefetch()
+ * names are copied into slots beside its computation. Free `ctx` before the store, and ask the store nothing meanwhile.
+ *
+ * Errors: S2MOE_ERROR_INVALID (arguments, order of calls, policy "static"), S2MOE_ERROR_UNSUPPORTED (no such device in
+ * this build or machine, too many experts in a layer), S2MOE_ERROR_NO_MEMORY. [the thread that decodes]
+ */
+S2MOE_API int32_t s2moe_experts_use_device(s2moe_experts * experts,
+                                           struct llama_context * ctx,
+                                           const char * device,
+                                           uint64_t capacity_bytes);
+
+/* The least capacity for s2moe_experts_use_device(): the experts of one layer. */
+S2MOE_API uint64_t s2moe_experts_device_floor_bytes(const s2moe_experts * experts);
+
+/*
+ * What s2moe_experts_use_device() made; free *device_json with s2moe_string_free().
+ *
+ *   device   the driver's name of it
+ *   unified  whether host and GPU share their memory
+ *   pinned   whether the GPU reads the store's slots where they are; "reason" tells why not, and then every copy is
+ *            staged
+ *
+ * Errors: S2MOE_ERROR_INVALID without a device.
+ */
+S2MOE_API int32_t s2moe_experts_device(const s2moe_experts * experts, char ** device_json);
+
+/* Of a tier of slots in a GPU's memory: totals since s2moe_experts_use_device(), but for the gauges. Lookups count as
+ * in s2moe_expert_stats, which has the same figures then. */
+struct s2moe_device_stats {
+    uint64_t hits[S2MOE_N_PHASES];
+    uint64_t misses[S2MOE_N_PHASES];      /* lookups for which the GPU waited while the expert was fetched */
+    uint64_t prefetched[S2MOE_N_PHASES];  /* that found it on its way; a prediction that has arrived is a hit */
+    uint64_t host_misses[S2MOE_N_PHASES]; /* of the misses: those that the host's memory had not got either */
+    uint64_t promotions;                  /* experts copied beside its computation */
+    uint64_t demand_bytes;                /* copied while the GPU waited */
+    uint64_t promoted_bytes;              /* copied beside its computation */
+    uint64_t requests;                    /* layers for which it waited for the host */
+    double wait_seconds[S2MOE_N_PHASES];  /* for how long */
+    uint64_t synchronizations;            /* times the host waited for the GPU on the tier's behalf */
+    uint64_t evictions;
+    uint64_t resident_experts; /* gauge */
+    uint64_t resident_bytes;   /* gauge */
+    uint64_t capacity_experts; /* gauge: slots */
+    uint64_t capacity_bytes;   /* gauge */
+    uint64_t pinned_bytes;     /* gauge: of the host's cache, what the GPU reads where it is */
+};
+
+/* Zeros without a device. [any thread] */
+S2MOE_API void s2moe_experts_device_stats(const s2moe_experts * experts, struct s2moe_device_stats * stats);
+
 /* [any thread] */
 S2MOE_API void s2moe_experts_stats(const s2moe_experts * experts, struct s2moe_expert_stats * stats);
 
@@ -369,12 +428,21 @@ S2MOE_API int32_t s2moe_experts_measure(s2moe_experts * experts, uint64_t n_byte
 
 /* Memory that a context and its model take, by purpose; exact also for a model loaded with no_alloc. */
 struct s2moe_memory {
-    uint64_t weights_bytes; /* without what an expert store keeps on the drive */
-    uint64_t kv_bytes;      /* KV cache or recurrent state */
-    uint64_t compute_bytes; /* buffers of intermediate results */
+    uint64_t weights_bytes;     /* in the host's memory, without what an expert store keeps on the drive */
+    uint64_t kv_bytes;          /* KV cache or recurrent state */
+    uint64_t compute_bytes;     /* buffers of intermediate results */
+    uint64_t gpu_weights_bytes; /* the same in the memory of GPUs */
+    uint64_t gpu_kv_bytes;
+    uint64_t gpu_compute_bytes;
 };
 
 S2MOE_API int32_t s2moe_context_memory(const struct llama_context * ctx, struct s2moe_memory * memory);
+
+/*
+ * Memory of the GPU that llama.cpp counts as number `index`, from 0, as its driver tells: what is free now and all.
+ * Errors: S2MOE_ERROR_UNSUPPORTED when there is no such GPU.
+ */
+S2MOE_API int32_t s2moe_gpu_memory(int32_t index, uint64_t * free_bytes, uint64_t * total_bytes);
 
 /* ── decoding ──────────────────────────────────────────────────────────────────────────────────────────── */
 

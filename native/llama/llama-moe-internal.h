@@ -22,10 +22,13 @@ struct llama_moe_params {
     bool record = false;
     ggml_custom_op_t gate = nullptr;              // null: the router's scores choose
     llama_moe_gate_layer * gate_layers = nullptr; // [n_layer]
+    ggml_custom_op_t remap = nullptr;             // null: experts are in the model's own tensors
+    llama_moe_slot_layer * slot_layers = nullptr; // [n_slot_layers]
+    int32_t n_slot_layers = 0;
 
     bool operator==(const llama_moe_params & other) const {
         return n_expert_used == other.n_expert_used && record == other.record && gate == other.gate &&
-               gate_layers == other.gate_layers;
+               gate_layers == other.gate_layers && remap == other.remap && slot_layers == other.slot_layers;
     }
 
     int64_t resolve(int64_t n_expert_used_model) const {
@@ -39,12 +42,16 @@ struct llama_moe_recorder {
     std::vector<int32_t> layers;
     std::vector<int32_t> n_rows;
 
-    // Appends to gf a copy of the first k columns of `sorted` (I32 [>= k, n_rows], best expert first). The ids
-    // gather on the backend `host`.
+    // the last ids that were mapped to slots
+    const ggml_tensor * remapped_ids = nullptr;
+    const llama_moe_slot_layer * remapped_layer = nullptr;
+    ggml_tensor * slot_ids = nullptr;
+
+    // Appends to gf a copy of the first k columns of `sorted` (I32 [>= k, n_rows], best expert first). The ids gather
+    // on the scheduler's first backend: the GPU, where there is one, so that no layer waits for a copy.
     void add(ggml_context * ctx,
              ggml_cgraph * gf,
              ggml_backend_sched_t sched,
-             ggml_backend_t host,
              const llama_hparams & hparams,
              ggml_tensor * sorted,
              int64_t k,
@@ -93,6 +100,14 @@ ggml_tensor * llama_moe_build_gate(ggml_context * ctx,
                                    bool scores_are_shifted,
                                    int64_t k,
                                    int il);
+
+// ggml_mul_mat_id(), from the slots that stand in for `experts` if there are any.
+ggml_tensor * llama_moe_mul_mat_id(ggml_context * ctx,
+                                   const llama_moe_params & params,
+                                   llama_moe_recorder & recorder,
+                                   ggml_tensor * experts,
+                                   ggml_tensor * cur,
+                                   ggml_tensor * ids);
 
 // Whether an expert store holds the tensor's data, so that the loader has nothing to read.
 bool llama_moe_is_stored(const ggml_tensor * tensor);

@@ -11,7 +11,6 @@
 void llama_moe_recorder::add(ggml_context * ctx,
                              ggml_cgraph * gf,
                              ggml_backend_sched_t sched,
-                             ggml_backend_t host,
                              const llama_hparams & hparams,
                              ggml_tensor * sorted,
                              int64_t k,
@@ -25,8 +24,9 @@ void llama_moe_recorder::add(ggml_context * ctx,
     if (ids == nullptr) {
         ids = ggml_new_tensor_3d(ctx, GGML_TYPE_I32, hparams.n_expert_used_max(), n_tokens, hparams.n_layer_all);
         ggml_set_name(ids, "moe_recorded_ids");
-        ggml_set_output(ids);                                    // never freed or reused by the allocator
-        ggml_backend_sched_set_tensor_backend(sched, ids, host); // no op computes it, so nothing else places it
+        ggml_set_output(ids); // never freed or reused by the allocator
+        // no op computes it, so nothing else places it
+        ggml_backend_sched_set_tensor_backend(sched, ids, ggml_backend_sched_get_backend(sched, 0));
     }
     k = std::min<int64_t>(k, hparams.n_expert_used_max());
     GGML_ASSERT(sorted->ne[0] >= k && n_rows_layer <= n_tokens);
@@ -34,7 +34,10 @@ void llama_moe_recorder::add(ggml_context * ctx,
 
     ggml_tensor * src = ggml_view_2d(ctx, sorted, k, n_rows_layer, sorted->nb[1], 0);
     ggml_tensor * dst = ggml_view_2d(ctx, ids, k, n_rows_layer, ids->nb[1], layers.size() * ids->nb[2]);
-    ggml_build_forward_expand(gf, ggml_cpy(ctx, src, dst));
+    ggml_tensor * copy = ggml_cpy(ctx, src, dst);
+    // elsewhere it would write into that backend's copy of `ids`
+    ggml_backend_sched_set_tensor_backend(sched, copy, ggml_backend_sched_get_backend(sched, 0));
+    ggml_build_forward_expand(gf, copy);
     layers.push_back(il);
     n_rows.push_back((int32_t)n_rows_layer);
 }
@@ -115,6 +118,30 @@ ggml_tensor * llama_moe_build_gate(ggml_context * ctx,
     return ggml_custom_4d(ctx, GGML_TYPE_F32, scores->ne[0], scores->ne[1], 1, 1, sources, 2, params.gate, 1, &layer);
 }
 
+ggml_tensor * llama_moe_mul_mat_id(ggml_context * ctx,
+                                   const llama_moe_params & params,
+                                   llama_moe_recorder & recorder,
+                                   ggml_tensor * experts,
+                                   ggml_tensor * cur,
+                                   ggml_tensor * ids) {
+    for (int32_t i = 0; i < params.n_slot_layers; ++i) {
+        llama_moe_slot_layer & layer = params.slot_layers[i];
+        for (int32_t j = 0; j < layer.n_matrices; ++j) {
+            if (layer.matrices[j].experts != experts) {
+                continue;
+            }
+            if (recorder.remapped_ids != ids || recorder.remapped_layer != &layer) {
+                recorder.slot_ids =
+                    ggml_custom_4d(ctx, GGML_TYPE_I32, ids->ne[0], ids->ne[1], 1, 1, &ids, 1, params.remap, 1, &layer);
+                recorder.remapped_ids = ids;
+                recorder.remapped_layer = &layer;
+            }
+            return ggml_mul_mat_id(ctx, layer.matrices[j].slots, cur, recorder.slot_ids);
+        }
+    }
+    return ggml_mul_mat_id(ctx, experts, cur, ids);
+}
+
 struct llama_moe_graphs {
     ggml_backend_sched_ptr sched;
     std::array<llm_graph_result_ptr, 2> results;
@@ -129,6 +156,14 @@ struct llama_moe_access {
     }
     static llama_moe_readback & readback(llama_context & ctx) {
         return ctx.moe_readback;
+    }
+    // Buffers for the largest graph as it is now.
+    static void reserve(llama_context & ctx) {
+        ctx.sched_need_reserve = true;
+        ctx.sched_reserve();
+    }
+    static const std::vector<ggml_backend_t> & backends(const llama_context & ctx) {
+        return ctx.backend_ptrs;
     }
     static int32_t n_reused(const llama_context & ctx) {
         return ctx.n_reused;
@@ -300,6 +335,36 @@ void llama_moe_set_gate(llama_context * ctx, ggml_custom_op_t gate, llama_moe_ga
     llama_moe_params & params = llama_moe_access::params(*ctx);
     params.gate = gate;
     params.gate_layers = gate == nullptr ? nullptr : layers;
+}
+
+void llama_moe_set_slots(llama_context * ctx, ggml_custom_op_t remap, llama_moe_slot_layer * layers, int32_t n_layers) {
+    llama_moe_params & params = llama_moe_access::params(*ctx);
+    params.remap = remap;
+    params.slot_layers = remap == nullptr ? nullptr : layers;
+    params.n_slot_layers = remap == nullptr ? 0 : n_layers;
+    if (remap != nullptr) {
+        llama_moe_access::reserve(*ctx);
+    }
+}
+
+int32_t llama_moe_gpu(const llama_context * ctx) {
+    int32_t number = -1;
+    int n_gpus = 0;
+    for (ggml_backend_t backend : llama_moe_access::backends(*ctx)) {
+        ggml_backend_dev_t device = ggml_backend_get_device(backend);
+        const auto type = device == nullptr ? GGML_BACKEND_DEVICE_TYPE_CPU : ggml_backend_dev_type(device);
+        if (type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) {
+            continue;
+        }
+        ++n_gpus;
+        ggml_backend_reg_t kind = ggml_backend_dev_backend_reg(device);
+        for (size_t i = 0; i < ggml_backend_reg_dev_count(kind); ++i) {
+            if (ggml_backend_reg_dev_get(kind, i) == device) {
+                number = static_cast<int32_t>(i);
+            }
+        }
+    }
+    return n_gpus == 1 ? number : -1;
 }
 
 llama_moe_graphs * llama_moe_graphs_create(llama_context * ctx) {

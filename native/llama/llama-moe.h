@@ -49,6 +49,29 @@ enum llama_moe_scores {
 LLAMA_API void
 llama_moe_set_gate(struct llama_context * ctx, ggml_custom_op_t gate, struct llama_moe_gate_layer * layers);
 
+// A layer whose experts are computed from slots instead of from the model's own tensors.
+struct llama_moe_slot_layer {
+    void * owner;  // the caller's
+    int32_t index; // the caller's
+    int32_t n_matrices;
+    struct {
+        const struct ggml_tensor * experts; // of the model
+        struct ggml_tensor * slots;         // the same but for ne[2]: a matrix per slot
+    } matrices[4];
+};
+
+// From the next decode on, experts of these layers are computed from their slots. `remap` puts the slots' indices in
+// the place of the experts' ids, once per layer: dst and src[0] are I32 [n_expert_used, n_tokens], src[0] with strides;
+// userdata is the layer. NULL takes it out. Biases and scales of experts keep the ids. `layers` [n_layers] must outlive
+// the context. Throws an exception when there is no memory for the buffers that this takes.
+LLAMA_API void llama_moe_set_slots(struct llama_context * ctx,
+                                   ggml_custom_op_t remap,
+                                   struct llama_moe_slot_layer * layers,
+                                   int32_t n_layers);
+
+// The number of the context's GPU among those of its kind, if it has exactly one; else -1.
+LLAMA_API int32_t llama_moe_gpu(const struct llama_context * ctx);
+
 // Exchanges the context's scheduler and graphs for those of a set: decodes of one shape that share a set reuse its
 // graph whatever other decodes run between. Calling it again with the same set takes them out. The last decode must
 // have finished.

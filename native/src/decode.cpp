@@ -92,6 +92,7 @@ void run_batch(llama_context * ctx,
     }
     try {
         const int32_t result = llama_decode(ctx, view);
+        llama_synchronize(ctx); // a GPU may still compute, from slots that must stay as they are
         if (experts != nullptr) {
             experts->end_decode(); // its failure explains more than llama_decode's
         }

@@ -66,8 +66,11 @@ struct test_model {
     std::unique_ptr<llama_model, void (*)(llama_model *)> model{nullptr, llama_model_free};
     std::unique_ptr<llama_context, void (*)(llama_context *)> ctx{nullptr, llama_free};
 
-    explicit test_model(uint32_t n_ctx = 256, uint32_t n_batch = 64) {
-        load(llama_model_default_params(), n_ctx, n_batch);
+    explicit test_model(uint32_t n_ctx = 256, uint32_t n_batch = 64, bool repacks = true, int32_t n_gpu_layers = 0) {
+        llama_model_params params = llama_model_default_params();
+        params.use_extra_bufts = repacks;
+        params.n_gpu_layers = n_gpu_layers;
+        load(params, n_ctx, n_batch);
     }
 
   protected:

@@ -63,7 +63,7 @@ gate_case_result computed_on_gpu(const gate_case & of, cudaStream_t stream) {
         layers.emplace_back(new device_layer{
             device_array(from.scores), device_array(from.weights), device_array(result.layers[i].gated)});
     }
-    gate.begin(of.control, residency.data(), stream);
+    gate.begin(of.control, residency.data());
     for (int i = 0; i < n_layer; ++i) {
         gate_call call;
         call.layer = i;
@@ -76,7 +76,8 @@ gate_case_result computed_on_gpu(const gate_case & of, cudaStream_t stream) {
         call.gated = {layers[i]->gated.get(), of.n_expert * sizeof(float)};
         gate.launch(call, stream);
     }
-    const gate_outcome outcome = gate.read(of.n_rows, stream);
+    succeed(cudaStreamSynchronize(stream));
+    const gate_outcome outcome = gate.read(of.n_rows);
     CHECK(outcome.n_ids == of.n_ids);
     result.accounts = outcome.accounts;
     const auto n = static_cast<ptrdiff_t>(of.n_rows) * of.n_ids;
@@ -92,20 +93,20 @@ gate_case_result computed_on_gpu(const gate_case & of, cudaStream_t stream) {
 void test_faults_are_told(cudaStream_t stream) {
     device_gate gate(0, 1, 4, 2);
     const uint8_t residency[4] = {};
-    gate.begin({}, residency, stream);
+    gate.begin({}, residency);
     gate_call call;
     call.layer = 1;
     call.n_rows = call.n_expert = call.k = 1;
     gate.launch(call, stream);
     bool was_told = false;
     try {
-        gate.read(1, stream);
+        gate.read(1);
     } catch (const std::runtime_error &) {
         was_told = true;
     }
     CHECK(was_told);
-    gate.begin({}, residency, stream);
-    CHECK(gate.read(1, stream).accounts[0].n_layers == 0);
+    gate.begin({}, residency);
+    CHECK(gate.read(1).accounts[0].n_layers == 0);
 }
 
 } // namespace

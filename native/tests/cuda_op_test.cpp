@@ -17,7 +17,7 @@ struct run_record {
 };
 
 const s2moe_cuda_op recording = {
-    [](const ggml_tensor * op) { return op->ne[0] <= 4; },
+    [](const ggml_tensor * op, void * userdata) { return op->ne[0] <= 4 && userdata != nullptr; },
     [](ggml_tensor * dst, CUstream_st * stream, void * userdata) {
         *static_cast<run_record *>(userdata) = {dst, stream};
     },
@@ -28,19 +28,20 @@ const s2moe_cuda_op recording = {
 int main() {
     const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 16, nullptr, true}), ggml_free);
     run_record record;
-    const auto make_op = [&](ggml_custom_op_t function, int64_t n) {
+    const auto make_op = [&](ggml_custom_op_t function, int64_t n, void * userdata) {
         ggml_tensor * source = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n);
-        return ggml_custom_4d(ctx.get(), GGML_TYPE_F32, n, 1, 1, 1, &source, 1, function, 1, &record);
+        return ggml_custom_4d(ctx.get(), GGML_TYPE_F32, n, 1, 1, 1, &source, 1, function, 1, userdata);
     };
-    ggml_tensor * op = make_op(on_host, 4);
-    ggml_tensor * large = make_op(on_host, 5);
-    ggml_tensor * other = make_op(on_host_too, 4);
+    ggml_tensor * op = make_op(on_host, 4, &record);
+    ggml_tensor * unowned = make_op(on_host, 4, nullptr);
+    ggml_tensor * large = make_op(on_host, 5, &record);
+    ggml_tensor * other = make_op(on_host_too, 4, &record);
     auto * stream = reinterpret_cast<CUstream_st *>(&record);
 
     CHECK(!s2moe_cuda_supports_op(op) && !s2moe_cuda_run_op(op, stream) && record.dst == nullptr);
 
     s2moe_cuda_set_op(on_host, recording);
-    CHECK(s2moe_cuda_supports_op(op) && !s2moe_cuda_supports_op(large));
+    CHECK(s2moe_cuda_supports_op(op) && !s2moe_cuda_supports_op(large) && !s2moe_cuda_supports_op(unowned));
     CHECK(!s2moe_cuda_supports_op(other) && !s2moe_cuda_run_op(other, stream) && record.dst == nullptr);
     CHECK(s2moe_cuda_run_op(op, stream) && record.dst == op && record.stream == stream);
 

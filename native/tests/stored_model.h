@@ -7,13 +7,21 @@
 struct stored_model : test_model {
     s2moe_experts * experts = nullptr;
 
-    explicit stored_model(const char * options = "", double share = 0, uint32_t n_ctx = 128, uint32_t n_sequences = 1)
+    // repacks: the weights that are not experts, too, as on a CPU; n_gpu_layers: that are computed on a GPU
+    explicit stored_model(const char * options = "",
+                          double share = 0,
+                          uint32_t n_ctx = 128,
+                          uint32_t n_sequences = 1,
+                          bool repacks = true,
+                          int32_t n_gpu_layers = 0)
         : test_model(unloaded{}) {
         int32_t status = 1;
         experts = s2moe_experts_open(test_model_path(), options, &status);
         CHECK(experts != nullptr && status == S2MOE_OK);
         llama_model_params params = llama_model_default_params();
         params.load_mode = LLAMA_LOAD_MODE_NONE;
+        params.use_extra_bufts = repacks;
+        params.n_gpu_layers = n_gpu_layers;
         params.tensor_buft_overrides =
             static_cast<const llama_model_tensor_buft_override *>(s2moe_experts_overrides(experts));
         load(params, n_ctx, 64, n_sequences);

@@ -15,7 +15,7 @@ from fake_driver import H100, ORIN, RTX_3060, RTX_4090, build_driver, driver_env
 
 from s2moe.engine import messages as wire
 from s2moe.engine.cpu import processor_name
-from s2moe.engine.cuda_driver import LIBRARY_NAME, CudaDevice
+from s2moe.engine.cuda_driver import LIBRARY_NAME
 from s2moe.engine.device import Device, choose_device
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.loading import Loader
@@ -82,7 +82,7 @@ def test_every_gpu_is_told(monkeypatch: pytest.MonkeyPatch, driver: Path) -> Non
     assert (first.kind, first.name, first.compute_capability) == ("cuda", RTX_4090.name, "8.9")
     assert (second.name, second.total_bytes) == (H100.name, H100.total_bytes)
     line = device.describe()
-    for text in (RTX_4090.name, H100.name, "CUDA 12.6", "without an expert cache"):
+    for text in (RTX_4090.name, H100.name, "CUDA 12.6"):
         assert text in line
 
 
@@ -95,34 +95,10 @@ def test_integrated_gpu_beside_another_is_not_used(monkeypatch: pytest.MonkeyPat
     assert device.total_bytes == RTX_4090.total_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "flag"),
-    [
-        ({"memory_budget_bytes": 1 << 30}, "--memory-budget"),
-        ({"io": "direct"}, "--io"),
-        ({"reader": "threads"}, "--reader"),
-        ({"hot_experts_path": "hot.json"}, "--hot-experts"),
-        ({"expert_policy": "static"}, "--expert-policy"),
-        ({"expert_trace_path": "trace.jsonl"}, "--expert-trace"),
-    ],
-)
-def test_gpu_has_no_expert_cache(
-    monkeypatch: pytest.MonkeyPatch, driver: Path, options: dict[str, object], flag: str
-) -> None:
-    play(monkeypatch, RTX_4090)
-    configure = wire.Configure(model_path="m.gguf", device="cuda", **options)  # type: ignore[arg-type]
-    with pytest.raises(EngineStartError, match=f"^{flag} is not possible with --device cuda") as caught:
-        choose_device(configure, BUILD_INFO, library=str(driver))
+def test_budget_for_a_gpu_needs_one() -> None:
+    with pytest.raises(EngineStartError, match=r"^--vram-budget is for --device cuda") as caught:
+        choose_device(wire.Configure(model_path="m.gguf", vram_budget_bytes=1), BUILD_INFO)
     assert caught.value.code == "invalid_setting"
-
-
-def test_experts_must_fit_the_memory_of_all_gpus() -> None:
-    device = Device((RTX_4090, RTX_3060))
-    device.check_holds(RTX_4090.total_bytes + RTX_3060.total_bytes)
-    Device().check_holds(1 << 50)
-    with pytest.raises(EngineStartError, match="--device cpu") as caught:
-        device.check_holds(RTX_4090.total_bytes + RTX_3060.total_bytes + 1)
-    assert caught.value.code == "insufficient_memory"
 
 
 @pytest.mark.parametrize(
@@ -177,14 +153,6 @@ def test_model_gets_no_gpu_unless_one_serves() -> None:
     on_gpu = loader_on(Device((RTX_4090,)), path)._model_params(None)
     assert on_gpu.n_gpu_layers > 100
     assert on_gpu.devices is None
-
-
-def test_model_that_no_gpu_can_hold_is_not_loaded(tiny_model_path: Path) -> None:
-    small = CudaDevice("Small", (8, 9), 64 << 20, is_integrated=False)
-    phases: list[str] = []
-    with pytest.raises(EngineStartError, match="experts alone take"):
-        loader_on(Device((small,)), tiny_model_path).load(lambda phase, _: phases.append(phase))
-    assert phases == []
 
 
 @pytest.mark.parametrize(

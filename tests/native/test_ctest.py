@@ -21,9 +21,12 @@ BUILD_DIR = Path(__file__).parents[2] / "build" / "native" / "s2moe"
         "sampler_test",
         "chat_test",
         "experts_test",
+        "device_test",
         "speculation_test",
         "speculator_test",
         "gate_rule_test",
+        "remap_rule_test",
+        "slot_map_test",
         "cuda_op_test",
     ],
 )
@@ -44,9 +47,9 @@ def test_cpp(name: str, random_model: Callable[[str], Path]) -> None:
 
 def test_every_cpp_test_is_run_here() -> None:
     listing = subprocess.run(
-        ["ctest", "--test-dir", str(BUILD_DIR), "-N", "-E", "-(asan|tsan)$|^cuda_gate_test$"],
+        ["ctest", "--test-dir", str(BUILD_DIR), "-N", "-E", "-(asan|tsan)$|^cuda_(gate|slots)_test$"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert "Total Tests: 10" in listing
+    assert "Total Tests: 13" in listing

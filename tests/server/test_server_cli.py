@@ -108,11 +108,13 @@ def test_flags_of_switches_may_be_negated() -> None:
 
 
 def test_settings_of_the_expert_cache_reach_the_engine(tmp_path: Path) -> None:
-    given = {"memory_budget": "1500MiB", "io": "buffered", "reader": "threads", "hot_experts": "hot.json"}
+    given = {"memory_budget": "1500MiB", "vram_budget": "2GiB"}
+    given |= {"io": "buffered", "reader": "threads", "hot_experts": "hot.json"}
     configure = to_configure(
         load_settings({**given, "expert_trace": str(tmp_path / "t")}), tmp_path / "m.gguf"
     )
     assert configure.memory_budget_bytes == 1500 * 2**20
+    assert configure.vram_budget_bytes == 2**31
     assert (configure.io, configure.reader) == ("buffered", "threads")
     assert configure.hot_experts_path == str(Path.cwd() / "hot.json")
     assert configure.expert_trace_path == str(tmp_path / "t")
@@ -369,3 +371,25 @@ def test_engine_that_can_never_load_is_one_line_and_exit_code_1(tmp_path: Path) 
     assert "the model is broken; take another" in line
     assert error.count("the model is broken") == 1
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", "sesame-open"), False),
+        ((), False),
+    ],
+)
+def test_server_that_all_may_use_warns(tmp_path: Path, arguments: tuple[str, ...], warns: bool) -> None:
+    server = start(tmp_path, "normal", *arguments)
+    try:
+        server.until("ok")
+        server.process.send_signal(signal.SIGTERM)
+        code, _, error = server.end()
+    finally:
+        server.process.kill()
+    assert code == 0, error
+    assert ("anyone who can reach this address" in error) == warns
+    if warns:
+        assert "--api-key-file" in error

@@ -24,6 +24,8 @@ from s2moe.engine.messages import (
     ExpertUse,
     Finished,
     Generate,
+    GpuActivity,
+    GpuSlots,
     MemoryPool,
     Timings,
 )
@@ -56,17 +58,27 @@ ACTIVITY = ExpertActivity(
     prefetches_late=3,
     prefetches_wasted=1,
     read_errors=2,
+    gpu=GpuActivity(
+        demand=ExpertLoads(n_loads=3, n_bytes=30),
+        prefetch=ExpertLoads(n_loads=4, n_bytes=40),
+        evictions=5,
+        requests=6,
+        synchronizations=7,
+    ),
 )
 
 
 async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
     phases = [{"phase": phase} for phase in ("prefill", "decode")]
-    by_trigger = [{"source": "disk", "trigger": t} for t in ("demand", "prefetch", "warmup")]
+    by_trigger = [
+        {"source": source, "trigger": trigger}
+        for source, trigger in product(("disk", "host"), ("demand", "prefetch", "warmup"))
+    ]
     pools = [
         {"pool": pool, "device": "host"}
         for pool in ("weights", "kv", "compute", "expert_cache", "prompt_cache", "processes", "reserve")
     ]
-    tier = [{"tier": "pageable"}]
+    tier = [{"tier": tier} for tier in ("gpu", "pinned", "pageable")]
     expected: dict[str, list[dict[str, str]]] = {
         "expert_cache_lookups_total": [
             {"result": result, "phase": phase}
@@ -123,6 +135,10 @@ async def test_each_increment_reaches_its_series(rig: ServerRig) -> None:
         ("load_bytes_total", {"source": "disk", "trigger": "demand"}, 140),
         ("load_bytes_total", {"source": "disk", "trigger": "prefetch"}, 180),
         ("load_bytes_total", {"source": "disk", "trigger": "warmup"}, 40),
+        ("loads_total", {"source": "host", "trigger": "demand"}, 6),
+        ("loads_total", {"source": "host", "trigger": "prefetch"}, 8),
+        ("load_bytes_total", {"source": "host", "trigger": "demand"}, 60),
+        ("load_bytes_total", {"source": "host", "trigger": "prefetch"}, 80),
         ("read_seconds_total", {}, 7),
         ("stall_seconds_total", {"phase": "prefill"}, 0.5),
         ("stall_seconds_total", {"phase": "decode"}, 2.5),
@@ -149,6 +165,22 @@ async def test_each_increment_reaches_its_series(rig: ServerRig) -> None:
     found = await samples(rig)
     for name, labels, value in expected:
         assert found[(f"s2moe_expert_cache_{name}", tuple(sorted(labels.items())))] == value, (name, labels)
+    for name, value in (("slot_evictions", 10), ("host_requests", 12), ("synchronizations", 14)):
+        assert found[(f"s2moe_gpu_{name}_total", ())] == value
+
+
+async def test_slots_of_a_gpu_are_a_tier(rig: ServerRig) -> None:
+    slots = GpuSlots(resident_experts=7, resident_bytes=70, capacity_experts=8, capacity_bytes=80)
+    cache = msgspec.structs.replace(CACHE, tier="pinned", gpu=slots)
+    rig.metrics.on_stats(EngineStats(expert_cache=cache))
+    found = await samples(rig)
+    for tier, experts, n_bytes in (("gpu", 8, 80), ("pinned", 5, 500), ("pageable", 0, 0)):
+        assert found[("s2moe_expert_cache_capacity_experts", (("tier", tier),))] == experts
+        assert found[("s2moe_expert_cache_capacity_bytes", (("tier", tier),))] == n_bytes
+    rig.metrics.on_engine_gone()
+    found = await samples(rig)
+    for tier in ("gpu", "pinned"):
+        assert found[("s2moe_expert_cache_resident_experts", (("tier", tier),))] == 0
 
 
 async def test_counters_stay_and_gauges_fall_when_the_engine_goes(rig: ServerRig) -> None:

@@ -111,6 +111,8 @@ def error_of(cli: dict[str, object], config: Path | None = None) -> str:
         ("alias", "", "--alias"),
         ("memory_budget", "much", "--memory-budget"),
         ("memory_budget", "0", "--memory-budget"),
+        ("vram_budget", "much", "--vram-budget"),
+        ("vram_budget", "0", "--vram-budget"),
         ("memory_budget", "999999999999999999999", "--memory-budget"),
         ("prompt_cache_size", "much", "--prompt-cache-size"),
         ("prompt_cache_size", "-1", "--prompt-cache-size"),

@@ -1,11 +1,16 @@
 // The expert store's part of s2moe.h.
 
+#include <algorithm>
+#include <charconv>
 #include <memory>
 #include <new>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "cache.h"
+#include "decode.h"
+#include "device/tier.h"
 #include "error.h"
 #include "json.h"
 #include "llama-ext.h"
@@ -39,6 +44,7 @@ struct s2moe_experts {
     s2moe::expert_cache cache;
     ggml_backend_buffer_type_t buffer_type = nullptr;
     llama_model_tensor_buft_override overrides[2] = {};
+    std::unique_ptr<s2moe::device_tier> device; // before the cache
 };
 
 namespace {
@@ -71,6 +77,30 @@ s2moe::cache_options read_options(const char * json) {
         }
     }
     return result;
+}
+
+bool is_gpu(ggml_backend_dev_t device) {
+    const auto type = ggml_backend_dev_type(device);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
+std::unique_ptr<s2moe::device_memory> create_device(const std::string & name) {
+    if (name == "host" || name == "host-unpinned") {
+        return s2moe::create_host_device(name == "host");
+    }
+    static const std::string cuda = "cuda:";
+    int number = -1;
+    const char * first = name.data() + std::min(cuda.size(), name.size());
+    const char * last = name.data() + name.size();
+    const auto [end, error] = std::from_chars(first, last, number);
+    if (!name.starts_with(cuda) || error != std::errc() || end != last || number < 0) {
+        throw failure(S2MOE_ERROR_INVALID, "device is \"" + name + "\"; it must be \"cuda:N\"");
+    }
+#if S2MOE_CUDA_ENABLED
+    return s2moe::create_cuda_device(number);
+#else
+    throw failure(S2MOE_ERROR_UNSUPPORTED, "this build has no CUDA; build it with `make cuda`");
+#endif
 }
 
 int checked_layer(const s2moe_experts * experts, int32_t layer, int64_t n_expert) {
@@ -147,6 +177,39 @@ uint64_t s2moe_experts_grow(s2moe_experts * experts, uint64_t capacity_bytes) {
 
 int32_t s2moe_experts_reader(const s2moe_experts * experts, char ** reader_json) {
     return guard(S2MOE_ERROR_INTERNAL, [&] { *reader_json = s2moe::copy_string(experts->cache.reader_json()); });
+}
+
+int32_t
+s2moe_experts_use_device(s2moe_experts * experts, llama_context * ctx, const char * device, uint64_t capacity_bytes) {
+    return guard(S2MOE_ERROR_INTERNAL, [&] {
+        if (experts->device != nullptr) {
+            throw failure(S2MOE_ERROR_INVALID, "the experts have a device already");
+        }
+        if (s2moe::experts_of(ctx) != &experts->cache) {
+            throw failure(S2MOE_ERROR_INVALID, "the context's model does not take its experts from this store");
+        }
+        auto tier = std::make_unique<s2moe::device_tier>(
+            experts->cache, create_device(device == nullptr ? "" : device), capacity_bytes);
+        tier->attach(ctx);
+        experts->device = std::move(tier);
+    });
+}
+
+uint64_t s2moe_experts_device_floor_bytes(const s2moe_experts * experts) {
+    return s2moe::slot_floor_bytes(experts->cache.layout);
+}
+
+int32_t s2moe_experts_device(const s2moe_experts * experts, char ** device_json) {
+    return guard(S2MOE_ERROR_INTERNAL, [&] {
+        if (experts->device == nullptr) {
+            throw failure(S2MOE_ERROR_INVALID, "the experts have no device");
+        }
+        *device_json = s2moe::copy_string(experts->device->to_json());
+    });
+}
+
+void s2moe_experts_device_stats(const s2moe_experts * experts, s2moe_device_stats * stats) {
+    experts->cache.device_stats(*stats);
 }
 
 void s2moe_experts_stats(const s2moe_experts * experts, s2moe_expert_stats * stats) {
@@ -229,11 +292,40 @@ int32_t s2moe_context_memory(const llama_context * ctx, s2moe_memory * memory) {
     return guard(S2MOE_ERROR_INTERNAL, [&] {
         *memory = {};
         for (const auto & [buffer_type, each] : llama_get_memory_breakdown(ctx)) {
+            ggml_backend_dev_t device = ggml_backend_buft_get_device(buffer_type);
+            if (device != nullptr && is_gpu(device)) {
+                memory->gpu_weights_bytes += each.model;
+                memory->gpu_kv_bytes += each.context;
+                memory->gpu_compute_bytes += each.compute;
+                continue;
+            }
             if (!s2moe::is_expert_buffer_type(buffer_type)) {
                 memory->weights_bytes += each.model;
             }
             memory->kv_bytes += each.context;
             memory->compute_bytes += each.compute;
         }
+    });
+}
+
+int32_t s2moe_gpu_memory(int32_t index, uint64_t * free_bytes, uint64_t * total_bytes) {
+    return guard(S2MOE_ERROR_INTERNAL, [&] {
+        std::vector<ggml_backend_dev_t> gpus; // integrated ones only where there is no other
+        for (const auto type : {GGML_BACKEND_DEVICE_TYPE_GPU, GGML_BACKEND_DEVICE_TYPE_IGPU}) {
+            for (size_t i = 0; i < ggml_backend_dev_count() && (gpus.empty() || type == GGML_BACKEND_DEVICE_TYPE_GPU);
+                 ++i) {
+                if (ggml_backend_dev_type(ggml_backend_dev_get(i)) == type) {
+                    gpus.push_back(ggml_backend_dev_get(i));
+                }
+            }
+        }
+        if (index < 0 || index >= static_cast<int32_t>(gpus.size())) {
+            throw failure(S2MOE_ERROR_UNSUPPORTED, "llama.cpp has no GPU " + std::to_string(index));
+        }
+        size_t n_free = 0;
+        size_t n_total = 0;
+        ggml_backend_dev_memory(gpus[index], &n_free, &n_total);
+        *free_bytes = n_free;
+        *total_bytes = n_total;
     });
 }

@@ -72,6 +72,7 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
                 context->matrices.push_back(std::make_unique<expert_matrix>(
                     *context->cache, static_cast<int>(i), static_cast<int>(part), tensor));
                 tensor->extra = context->matrices.back().get();
+                context->cache->note_tensor(static_cast<int>(i), static_cast<int>(part), tensor);
             }
         }
     }

@@ -11,6 +11,7 @@
 #include "error.h"
 #include "json.h"
 #include "measure.h"
+#include "speculation/gate_device.h"
 
 namespace s2moe {
 
@@ -18,8 +19,7 @@ using steady = std::chrono::steady_clock;
 
 namespace {
 
-constexpr int decode_tokens_max = 8; // longer batches are prompts
-constexpr int prefetches_max = 4;    // reads in flight, so that a demand does not wait long
+constexpr int prefetches_max = 4; // reads in flight, so that a demand does not wait long
 constexpr int warmups_max = 2;
 constexpr int64_t prefetch_decodes = 2;  // that a prefetched expert outlives without use
 constexpr double prompt_weight = 8;      // a prompt counts as much as so many decodes, spread over its tokens
@@ -81,6 +81,9 @@ void expert_cache::allocate(uint64_t capacity_bytes) {
         throw failure(S2MOE_ERROR_INVALID,
                       "capacity_bytes is " + std::to_string(capacity_bytes) + ", at least " + std::to_string(floor) +
                           " are needed for the experts of one layer");
+    }
+    if (upper != nullptr) {
+        throw failure(S2MOE_ERROR_INVALID, "the expert cache feeds a GPU's slots; its capacity cannot change");
     }
     stop_population();
     std::unique_lock lock(mutex);
@@ -190,6 +193,9 @@ void expert_cache::free_pools() {
 }
 
 uint64_t expert_cache::shrink(uint64_t capacity_bytes) {
+    if (upper != nullptr) {
+        return totals.capacity_bytes; // its pages are the GPU's, too
+    }
     stop_population();
     const std::lock_guard lock(mutex);
     close_op();
@@ -327,7 +333,7 @@ uint32_t expert_cache::find_victim(const pool & pool, bool also_pinned) const {
     double least = 0;
     for (uint32_t s = pool.first; s < pool.first + pool.n_slots; ++s) {
         const slot & candidate = slots[s];
-        if (candidate.owner == no_slot || candidate.in_pass || candidate.n_reading > 0) {
+        if (candidate.owner == no_slot || candidate.in_pass || candidate.held || candidate.n_reading > 0) {
             continue;
         }
         const entry & owner = entries[candidate.owner];
@@ -604,17 +610,26 @@ void expert_cache::note_reads(steady::time_point now) {
 // ── the compute threads ──────────────────────────────────────────────────────────────────────────
 
 void expert_cache::begin_decode(decode_kind next) {
-    const std::lock_guard lock(mutex);
-    close_op();
-    end_pass();
-    kind = next;
-    decode_failed.store(false, std::memory_order_release);
-    if (reader_error != 0) {
-        fail_reader();
+    {
+        const std::lock_guard lock(mutex);
+        close_op();
+        end_pass();
+        kind = next;
+        clock += upper != nullptr && kind != decode_kind::draft;
+        decode_failed.store(false, std::memory_order_release);
+        if (reader_error != 0) {
+            fail_reader();
+        }
+    }
+    if (upper != nullptr) {
+        upper.load()->begin_decode(next);
     }
 }
 
 void expert_cache::end_decode() {
+    if (upper != nullptr) {
+        upper.load()->end_decode();
+    }
     const std::lock_guard lock(mutex);
     close_op();
     end_pass();
@@ -751,8 +766,8 @@ void expert_cache::close_op() {
             continue;
         }
         slot & target = slots[each.slot];
-        if (!each.raw || target.parts[op.part] != part_state::raw) {
-            continue;
+        if (!each.raw || target.parts[op.part] != part_state::raw || upper != nullptr) {
+            continue; // for an upper tier nobody packs
         }
         if (!failed()) {
             target.parts[op.part] = part_state::packed;
@@ -790,7 +805,8 @@ void expert_cache::end_pass() {
         }
         trace.push_back(current.trace);
     }
-    if (!current.prefill && current.trace.n_tokens == 1 && kind != decode_kind::draft && !failed()) {
+    const bool computes = upper == nullptr; // else these seconds are those of copies
+    if (computes && !current.prefill && current.trace.n_tokens == 1 && kind != decode_kind::draft && !failed()) {
         average(hit_seconds,
                 current.trace.compute_seconds / std::max(1, current.trace.n_hits + current.trace.n_misses));
     }
@@ -805,10 +821,10 @@ void expert_cache::begin_pass(int layer_index,
     const int previous = current.layer_index;
     end_pass();
     if (previous < 0 || layer_index <= previous) {
-        ++clock;
-        n_tokens_seen += n_tokens > decode_tokens_max && kind != decode_kind::verify ? 1 : n_tokens;
+        clock += upper == nullptr; // else begin_decode() has counted
+        n_tokens_seen += is_prompt(kind, n_tokens) ? 1 : n_tokens;
         // of the whole decode: the last layer of a prompt often computes its last token only
-        current.prefill = n_tokens > decode_tokens_max && kind != decode_kind::verify;
+        current.prefill = is_prompt(kind, n_tokens);
     }
     current.layer_index = layer_index;
     current.parts_seen = 0;
@@ -929,7 +945,7 @@ void expert_cache::read_ahead(int layer_index) {
     std::vector<uint32_t> wanted;
     for (uint32_t e = 0; e < static_cast<uint32_t>(n_expert); ++e) {
         const uint32_t index = layer_index * n_expert + e;
-        if (entries[index].slot == no_slot) {
+        if (entries[index].slot == no_slot && !is_above(index)) {
             wanted.push_back(index);
         }
     }
@@ -966,8 +982,18 @@ std::string expert_cache::reader_json() const {
 }
 
 void expert_cache::stats(s2moe_expert_stats & result) const {
+    s2moe_device_stats above = {};
+    if (upper != nullptr) {
+        upper.load()->stats(above);
+    }
     const std::lock_guard lock(mutex);
     result = totals;
+    if (upper != nullptr) {
+        std::copy_n(above.hits, S2MOE_N_PHASES, result.hits);
+        std::copy_n(above.misses, S2MOE_N_PHASES, result.misses);
+        std::copy_n(above.prefetched, S2MOE_N_PHASES, result.prefetched);
+        std::copy_n(above.wait_seconds, S2MOE_N_PHASES, result.stall_seconds);
+    }
     result.touched_bytes =
         std::max<uint64_t>(totals.resident_bytes, std::min<uint64_t>(touched_bytes, totals.capacity_bytes));
     if (n_reading > 0) {
@@ -984,7 +1010,88 @@ uint32_t expert_cache::entry_of(const s2moe_expert_id & id) const {
     return static_cast<uint32_t>(index * n_expert + id.expert);
 }
 
+void expert_cache::join(upper_tier * tier) {
+    const std::lock_guard lock(mutex);
+    if (tier != nullptr && (totals.capacity_bytes == 0 || is_static)) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      is_static ? "a GPU's slots need the policy \"cache\"" : "the expert cache has no slots yet");
+    }
+    upper.store(tier);
+}
+
+bool expert_cache::is_above(uint32_t entry) const {
+    return upper != nullptr && upper.load()->residency(entry) != S2MOE_ABSENT;
+}
+
+std::vector<std::span<std::byte>> expert_cache::areas() const {
+    std::vector<std::span<std::byte>> result;
+    for (const pool & each : pools) {
+        result.emplace_back(each.base, each.mapped_bytes);
+    }
+    return result;
+}
+
+void expert_cache::note_tensor(int layer_index, int part, const ggml_tensor * tensor) {
+    const std::lock_guard lock(mutex);
+    tensors.resize(layout.layers.size());
+    tensors[layer_index][part] = tensor;
+}
+
+const ggml_tensor * expert_cache::tensor(int layer_index, int part) const {
+    const std::lock_guard lock(mutex);
+    return tensors.empty() ? nullptr : tensors[layer_index][part];
+}
+
+bool expert_cache::hold(uint32_t entry, std::span<std::byte *> parts) {
+    const std::lock_guard lock(mutex);
+    const uint32_t s = entries[entry].slot;
+    if (s == no_slot || slots[s].broken || slots[s].n_missing > 0) {
+        return false;
+    }
+    slots[s].held = true;
+    for (size_t part = 0; part < layer_of_entry(entry).parts.size(); ++part) {
+        parts[part] = part_data(s, static_cast<int>(part));
+    }
+    return true;
+}
+
+void expert_cache::unhold(uint32_t entry) {
+    const std::lock_guard lock(mutex);
+    slots[entries[entry].slot].held = false;
+}
+
+void expert_cache::note_uses(uint32_t entry, uint64_t n_rows) {
+    const std::lock_guard lock(mutex);
+    entries[entry].n_used += n_rows;
+}
+
+std::unique_ptr<gate_device> expert_cache::create_gate(int n_layer, int n_expert_in_layer, int n_ids) const {
+    return upper == nullptr ? nullptr : upper.load()->create_gate(n_layer, n_expert_in_layer, n_ids);
+}
+
+void expert_cache::device_stats(s2moe_device_stats & result) const {
+    result = {};
+    if (upper != nullptr) {
+        upper.load()->stats(result);
+        const std::lock_guard lock(mutex);
+        std::copy_n(totals.misses, S2MOE_N_PHASES, result.host_misses);
+    }
+}
+
+uint64_t expert_cache::n_at_hand() const {
+    if (upper != nullptr) {
+        s2moe_device_stats above = {};
+        upper.load()->stats(above);
+        return above.resident_experts;
+    }
+    const std::lock_guard lock(mutex);
+    return totals.resident_experts;
+}
+
 s2moe_residency expert_cache::residency_of(uint32_t entry) const {
+    if (upper != nullptr) {
+        return static_cast<s2moe_residency>(upper.load()->residency(entry));
+    }
     const uint32_t s = entries[entry].slot;
     if (s == no_slot || slots[s].broken) {
         return S2MOE_ABSENT;
@@ -1039,6 +1146,14 @@ int expert_cache::prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority 
     if (is_static) {
         return 0;
     }
+    const int n_queued = prefetch_entries(wanted, priority);
+    if (upper != nullptr && priority == S2MOE_PRIORITY_PREFETCH) {
+        upper.load()->promote(wanted);
+    }
+    return n_queued;
+}
+
+int expert_cache::prefetch_entries(std::span<const uint32_t> wanted, s2moe_priority priority) {
     const std::lock_guard lock(mutex);
     int n_queued = 0;
     std::vector<uint32_t> kept; // the set does not evict its own members
@@ -1049,7 +1164,7 @@ int expert_cache::prefetch(std::span<const s2moe_expert_id> ids, s2moe_priority 
         }
     }
     for (const uint32_t index : wanted) {
-        n_queued += prefetch_one(index, priority);
+        n_queued += is_above(index) || prefetch_one(index, priority);
         entries[index].kept_until = clock + prefetch_decodes;
     }
     for (const uint32_t index : kept) {
@@ -1086,16 +1201,23 @@ void expert_cache::pin(std::span<const s2moe_expert_id> ids) {
     for (const s2moe_expert_id & id : ids) {
         wanted.push_back(entry_of(id));
     }
-    const std::lock_guard lock(mutex);
-    for (entry & each : entries) {
-        each.pinned = false;
+    {
+        const std::lock_guard lock(mutex);
+        for (entry & each : entries) {
+            each.pinned = false;
+        }
+        for (const uint32_t index : wanted) {
+            entries[index].pinned = true;
+        }
     }
-    for (const uint32_t index : wanted) {
-        entries[index].pinned = true;
+    if (upper != nullptr) {
+        upper.load()->keep(wanted);
     }
 }
 
 s2moe_expert_costs expert_cache::costs() const {
+    s2moe_device_stats above = {};
+    device_stats(above);
     const std::lock_guard lock(mutex);
     s2moe_expert_costs result = {};
     result.hit_seconds = hit_seconds;
@@ -1110,6 +1232,9 @@ s2moe_expert_costs expert_cache::costs() const {
         const double part_bytes = expert_bytes / static_cast<double>(layout.layers[0].parts.size());
         result.miss_seconds = expert_bytes / bytes_per_second;
         result.queued_seconds = static_cast<double>(n_parts) * part_bytes / bytes_per_second;
+    }
+    if (const uint64_t n_missed = above.misses[S2MOE_PHASE_DECODE]; n_missed > 0) {
+        result.miss_seconds = above.wait_seconds[S2MOE_PHASE_DECODE] / static_cast<double>(n_missed);
     }
     return result;
 }

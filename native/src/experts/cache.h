@@ -33,6 +33,8 @@
 
 namespace s2moe {
 
+class gate_device;
+
 struct cache_options {
     std::string io = "auto";
     std::string reader = "auto";
@@ -46,6 +48,36 @@ enum class decode_kind {
     verify,   // a decode, whatever its width
     draft     // uses what is resident and counts the rest as zero; reads, waits and remembers nothing
 };
+
+// Faster memory above the cache, from which experts are computed; the cache then only feeds it. Entries are
+// layer_index * n_expert_max() + expert.
+class upper_tier {
+  public:
+    virtual ~upper_tier() = default;
+
+    // Before and after a decode, which has been computed to its end.
+    virtual void begin_decode(decode_kind kind) = 0;
+    virtual void end_decode() = 0;
+
+    // enum s2moe_residency. Takes no lock.
+    virtual uint8_t residency(uint32_t entry) const = 0;
+
+    // Fetches what the cache has of these. Between decodes; the cache's mutex is free.
+    virtual void promote(std::span<const uint32_t> entries) = 0;
+
+    // From now on these give way after all others.
+    virtual void keep(std::span<const uint32_t> entries) = 0;
+
+    virtual void stats(s2moe_device_stats & result) const = 0;
+
+    // See create_host_gate() in gate_device.h.
+    virtual std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) = 0;
+};
+
+// Whether a batch counts as a prompt.
+constexpr bool is_prompt(decode_kind kind, int n_tokens) {
+    return n_tokens > 8 && kind != decode_kind::verify;
+}
 
 // One expert of a running matrix multiplication.
 struct op_expert {
@@ -117,6 +149,36 @@ class expert_cache final : private read_source {
     int cancel_prefetches();
     void pin(std::span<const s2moe_expert_id> ids);
     s2moe_expert_costs costs() const;
+
+    // an upper tier
+
+    // nullptr: there is none any more. While there is one, capacity stays as it is, and lookups are its lookups. Throws
+    // failure before allocate() and with the policy "static".
+    void join(upper_tier * tier);
+
+    // The memory of all slots.
+    std::vector<std::span<std::byte>> areas() const;
+
+    // The tensor of the model whose experts are part `part` of the layer; nullptr while no model is loaded.
+    void note_tensor(int layer_index, int part, const ggml_tensor * tensor);
+    const ggml_tensor * tensor(int layer_index, int part) const;
+
+    // If all of the expert is in memory: keeps it there until unhold(), and returns where its parts are.
+    bool hold(uint32_t entry, std::span<std::byte *> parts);
+    void unhold(uint32_t entry);
+
+    // Counts uses that the upper tier served.
+    void note_uses(uint32_t entry, uint64_t n_rows);
+
+    // The gate where the upper tier computes; nullptr while there is none.
+    std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) const;
+
+    // Of the upper tier; zeros while there is none.
+    void device_stats(s2moe_device_stats & result) const;
+
+    // Experts in the memory that computes them.
+    uint64_t n_at_hand() const;
+
     int n_expert_max() const {
         return n_expert;
     }
@@ -147,6 +209,7 @@ class expert_cache final : private read_source {
         uint32_t owner = no_slot; // index in `entries`
         uint32_t generation = 0;  // grows with each owner
         int n_reading = 0;
+        bool held = false;    // by hold()
         int n_missing = 0;    // parts that are not in memory yet
         bool broken = false;  // a read failed
         bool in_pass = false; // needed by the layer that is being computed
@@ -221,6 +284,8 @@ class expert_cache final : private read_source {
     void cool(int slot_class, uint32_t n_max);
     void give_up(uint32_t slot);
     bool prefetch_one(uint32_t entry, s2moe_priority priority);
+    int prefetch_entries(std::span<const uint32_t> wanted, s2moe_priority priority);
+    bool is_above(uint32_t entry) const; // in the upper tier, or on its way there
     void deliver(op_expert expert);
     void drain(std::unique_lock<std::mutex> & lock);
     void assign(uint32_t slot, uint32_t entry, s2moe_trigger trigger);
@@ -260,10 +325,12 @@ class expert_cache final : private read_source {
     pass current;
     decode_kind kind = decode_kind::by_width;
     op_state op;
-    int64_t clock = 0;         // decodes so far
-    int64_t n_tokens_seen = 0; // by them; a prompt's batch counts as one
-    int ahead_index = -1;      // layer that is being read ahead of a prompt: its experts stay
-    int reader_error = 0;      // errno: there is no reader any more
+    std::atomic<upper_tier *> upper = nullptr;
+    std::vector<std::array<const ggml_tensor *, n_parts_max>> tensors; // [layer_index][part]
+    int64_t clock = 0;                                                 // decodes so far
+    int64_t n_tokens_seen = 0;                                         // by them; a prompt's batch counts as one
+    int ahead_index = -1; // layer that is being read ahead of a prompt: its experts stay
+    int reader_error = 0; // errno: there is no reader any more
     std::atomic<bool> decode_failed = false;
     s2moe_status failure_status = S2MOE_OK;
     std::string failure_message;

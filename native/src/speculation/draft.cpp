@@ -125,6 +125,7 @@ draft_view drafter::evaluate(int parent, llama_token token) {
         const auto use = graphs.of(0);
         const draft_mode mode(ctx, gate, k_draft);
         run_batch(ctx, batch, position + next.depth, 0, decode_kind::draft, experts);
+        gate.collect(1);
     }
     nodes.push_back(next);
     return look();

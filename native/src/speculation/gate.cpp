@@ -205,6 +205,18 @@ expert_gate::expert_gate(llama_context * ctx, expert_cache * experts)
     for (int i = 0; i < n_layers; ++i) {
         layers[i] = {this, i, 0, 0};
     }
+    const int n_ids = llama_moe_model_n_expert_used(llama_get_model(ctx));
+    if (n_experts > max_gate_experts || n_ids == 0) {
+        return;
+    }
+    if (experts != nullptr) {
+        device = experts->create_gate(n_layers, n_experts, n_ids);
+    }
+#if S2MOE_CUDA_ENABLED
+    if (const int gpu = llama_moe_gpu(ctx); device == nullptr && experts == nullptr && gpu >= 0) {
+        device = create_cuda_gate(gpu, n_layers, n_experts, n_ids);
+    }
+#endif
 }
 
 expert_gate::~expert_gate() {
@@ -241,6 +253,7 @@ void expert_gate::begin_draft(int n) {
     snapshot();
     results.assign(1, {});
     results[0].exact = results[0].likely = results[0].chosen = expert_set(n_layers, n_experts);
+    begin_on_device(0);
     llama_moe_set_gate(ctx, run, layers.data());
 }
 
@@ -254,11 +267,89 @@ void expert_gate::begin_target(const gate_settings & chosen, std::span<const dou
     for (row_result & each : results) {
         each.exact = each.chosen = expert_set(n_layers, n_experts);
     }
+    begin_on_device(static_cast<int>(prefixes.size()));
     llama_moe_set_gate(ctx, run, layers.data());
 }
 
 void expert_gate::end() {
     llama_moe_set_gate(ctx, nullptr, nullptr);
+    awaits_device = false;
+}
+
+void expert_gate::begin_on_device(int n_rows) {
+    if (device == nullptr || n_rows > max_gate_rows) {
+        return;
+    }
+    gate_control control;
+    control.drafting = drafting;
+    control.k_draft = drafting ? k_draft : 0;
+    if (!drafting) {
+        control.budget = settings.budget;
+        control.strength = settings.strength;
+        control.residency_weight = settings.residency_weight;
+        control.cap = settings.cap;
+        control.single_token_bias = settings.single_token_bias;
+        control.n_rows = n_rows;
+        control.share = share;
+        std::copy(prefixes.begin(), prefixes.end(), control.prefixes);
+    }
+    device->begin(control, residency.data());
+    awaits_device = true;
+}
+
+// Layers that the CPU computed have their results already.
+void expert_gate::collect(int n_rows) {
+    if (!awaits_device || n_rows > max_gate_rows) {
+        return;
+    }
+    const gate_outcome outcome = device->read(n_rows);
+    if (drafting) {
+        add_drafted(outcome, n_rows);
+    } else {
+        add_chosen(outcome, n_rows);
+    }
+}
+
+void expert_gate::add_drafted(const gate_outcome & outcome, int n_rows) {
+    row_result & result = results[0];
+    for (int layer = 0; layer < n_layers; ++layer) {
+        const auto first = (static_cast<size_t>(layer) * n_rows + n_rows - 1) * outcome.n_ids;
+        const auto ids = std::span(outcome.exact).subspan(first, outcome.n_ids);
+        const auto n_exact = std::count_if(ids.begin(), ids.end(), [](int32_t e) { return e >= 0; });
+        const auto n_likely = std::lround(likely_share * static_cast<double>(n_exact));
+        for (int32_t i = 0; i < n_exact; ++i) {
+            result.exact.add(layer, ids[i]);
+            if (i < n_likely) {
+                result.likely.add(layer, ids[i]);
+            }
+        }
+        for (int32_t i = 0; i < outcome.n_ids; ++i) {
+            const int32_t e = outcome.chosen[first + i];
+            if (e >= 0 && residency[layer * n_experts + e] == S2MOE_RESIDENT) {
+                result.chosen.add(layer, e);
+            }
+        }
+    }
+}
+
+void expert_gate::add_chosen(const gate_outcome & outcome, int n_rows) {
+    for (int b = 0; b < n_rows; ++b) {
+        row_result & result = results[b];
+        for (int layer = 0; layer < n_layers; ++layer) {
+            const auto first = (static_cast<size_t>(layer) * n_rows + b) * outcome.n_ids;
+            for (int32_t i = 0; i < outcome.n_ids; ++i) {
+                if (const int32_t e = outcome.exact[first + i]; e >= 0) {
+                    result.exact.add(layer, e);
+                }
+                if (const int32_t e = outcome.chosen[first + i]; e >= 0) {
+                    result.chosen.add(layer, e);
+                }
+            }
+        }
+        result.n_layers += outcome.accounts[b].n_layers;
+        result.displaced += outcome.accounts[b].displaced;
+        result.n_biased += outcome.accounts[b].n_biased;
+    }
 }
 
 void expert_gate::forget(int n_rows) {
@@ -269,13 +360,11 @@ bool expert_gate::some_are_missing() const {
     if (experts == nullptr) {
         return false;
     }
-    s2moe_expert_stats stats = {};
-    experts->stats(stats);
     uint64_t n = 0;
     for (const expert_layer & layer : experts->layout.layers) {
         n += layer.n_expert;
     }
-    return stats.resident_experts < n;
+    return experts->n_at_hand() < n;
 }
 
 void expert_gate::run(ggml_tensor * dst, int ith, int, void * userdata) {
@@ -284,7 +373,10 @@ void expert_gate::run(ggml_tensor * dst, int ith, int, void * userdata) {
     }
     acquire_from_others();
     const auto & layer = *static_cast<const llama_moe_gate_layer *>(userdata);
-    static_cast<expert_gate *>(layer.owner)->run_layer(dst, layer);
+    auto & gate = *static_cast<expert_gate *>(layer.owner);
+    if (gate.device == nullptr || !gate.device->run_on_host(dst, layer)) {
+        gate.run_layer(dst, layer);
+    }
     release_to_others();
 }
 

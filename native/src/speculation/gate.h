@@ -13,6 +13,7 @@
 
 #include "expert_set.h"
 #include "experts/cache.h"
+#include "gate_device.h"
 #include "llama-moe.h"
 
 namespace s2moe {
@@ -94,6 +95,17 @@ class expert_gate {
 
     void end(); // takes the gate out of the context
 
+    // After a decode of n_rows rows that did not fail, before rows(): fetches what a GPU chose.
+    void collect(int n_rows);
+
+    // Computes layers on a GPU; nullptr: the CPU does.
+    gate_device * on_device() const {
+        return device.get();
+    }
+
+    // The operation in the graph. userdata: llama_moe_gate_layer, whose owner is an expert_gate.
+    static void run(ggml_tensor * dst, int ith, int nth, void * userdata);
+
     // Before a decode without the gate: rows() then has n_rows elements that say nothing.
     void forget(int n_rows);
 
@@ -124,9 +136,11 @@ class expert_gate {
     }
 
   private:
-    static void run(ggml_tensor * dst, int ith, int nth, void * userdata);
     void run_layer(ggml_tensor * dst, const llama_moe_gate_layer & layer);
     void snapshot();
+    void begin_on_device(int n_rows);
+    void add_drafted(const gate_outcome & outcome, int n_rows);
+    void add_chosen(const gate_outcome & outcome, int n_rows);
 
     llama_context * ctx;
     expert_cache * experts;
@@ -141,6 +155,8 @@ class expert_gate {
     gate_settings settings;
     std::vector<double> prefixes;
     double share = 0; // of the credit, per row
+    std::unique_ptr<gate_device> device;
+    bool awaits_device = false; // a decode has begun there
     std::vector<row_result> results;
 };
 

@@ -74,6 +74,7 @@ void verifier::evaluate(llama_token root,
             target_gate.forget(n + 1);
         }
         run_batch(ctx, batch, at, n_used_sequences, decode_kind::verify, experts);
+        target_gate.collect(n + 1);
     } catch (...) {
         target_gate.end();
         discard();
