@@ -1,7 +1,7 @@
-"""The command `s2moe`: serve, inspect, profile, quality, demo-model, version.
+"""The command `s2moe`: serve, inspect, profile, quality, pull, demo-model, version.
 
 Exit codes: 0 done or stopped by a signal, 1 failure (also an engine that keeps crashing, so that systemd
-or Docker restarts), 2 wrong usage or settings.
+or Docker restarts), 2 wrong usage or settings; `pull` has more, in server/pull/errors.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 
 from s2moe.server import quality_command
 from s2moe.server.argument_types import budget, cache_size, not_negative, positive
+from s2moe.server.pull import command as pull_command
+from s2moe.server.pull.errors import PullError
 from s2moe.server.settings import (
     AUTO_BUDGET,
     AUTO_PROMPT_CACHE,
@@ -73,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_profile(commands)
     quality_command.add_parser(commands)
+    pull_command.add_parser(commands)
     _add_demo_model(commands)
     commands.add_parser("version", help="print the version")
     return parser
@@ -117,7 +120,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     words = tuple(each for choice in choices for each in getattr(choice, "__args__", (choice,)))
     if words and all(isinstance(each, str) for each in words if each is not type(None)):
         return "|".join(each for each in words if each is not type(None))
-    if name in ("max_body_size", "memory_budget", "prompt_cache_size"):
+    if name in ("max_body_size", "memory_budget", "prompt_cache_size", "vram_budget"):
         return "SIZE"
     if bool in choices:
         return "true|false"
@@ -137,7 +140,7 @@ def _default_text(name: str, field: FieldInfo) -> str:
         return ""
     if field.annotation is bool:
         return f", default {'on' if field.default else 'off'}"
-    if name in ("memory_budget", "prompt_cache_size"):
+    if name in ("memory_budget", "prompt_cache_size", "vram_budget"):
         return ", default auto"
     if name == "max_body_size":
         return f", default {field.default // 2**20}MiB"
@@ -339,6 +342,13 @@ def _quality(arguments: dict[str, Any]) -> int:
         _exit(EXIT_FAILURE, str(error))
 
 
+def _pull(arguments: dict[str, Any]) -> int:
+    try:
+        return pull_command.run(arguments)
+    except PullError as error:
+        _exit(error.exit_code, str(error))
+
+
 def _demo_model(arguments: dict[str, Any]) -> int:
     from s2moe.engine import demo_model
 
@@ -367,6 +377,7 @@ _COMMANDS = {
     "inspect": _inspect,
     "profile": _profile,
     "quality": _quality,
+    "pull": _pull,
     "demo-model": _demo_model,
     "version": _version,
 }

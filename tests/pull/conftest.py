@@ -1,0 +1,25 @@
+"""A fake hub with one model, and no proxy, token or setting from outside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from fake_hub import MODEL, FakeHub, content_of
+
+# as the command does it, before huggingface_hub is imported: it would look for the real hub
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("S2MOE_") or name.lower().endswith("_proxy") or name == "HF_TOKEN":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub({MODEL: content_of(200_000), "README.md": b"# A model"}) as hub:
+        yield hub

@@ -1,0 +1,82 @@
+"""What the hub may answer, and how the command says it: one line, the remedy, the exit code."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from fake_hub import REPO, FakeHub, Refusal
+from pull_rig import failure_of, start_pull
+
+from s2moe.server.pull.download import pull
+from s2moe.server.pull.errors import PullError
+from s2moe.server.pull.hub import Hub
+from s2moe.server.pull.progress import progress_on
+
+UNKNOWN = Refusal(401, "RepoNotFound", "Repository not found")
+GATED = Refusal(403, "GatedRepo", f"Access to model {REPO} is restricted.")
+BAD_TOKEN = Refusal(401, "", "Invalid credentials in Authorization header")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "exit_code", "words"),
+    [
+        (UNKNOWN, 4, [REPO, "private", "HF_TOKEN"]),
+        (Refusal(404, "RepoNotFound", "Repository not found"), 4, [REPO, "HF_TOKEN"]),
+        (GATED, 6, ["gated", "terms", "HF_TOKEN"]),
+        (BAD_TOKEN, 6, ["401", "HF_TOKEN"]),
+        (Refusal(403), 6, ["403", "HF_TOKEN"]),
+        (Refusal(500), 3, ["500", "again later"]),
+        (Refusal(418), 1, ["418", "HF_ENDPOINT"]),
+    ],
+)
+def test_refused_listing(
+    hub: FakeHub, tmp_path: Path, refusal: Refusal, exit_code: int, words: list[str]
+) -> None:
+    hub.refuse_listing = refusal
+    error = failure_of(hub, tmp_path)
+    assert error.exit_code == exit_code
+    assert hub.url in str(error)
+    assert [word for word in words if word not in str(error)] == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "exit_code"),
+    [(GATED, 6), (BAD_TOKEN, 6), (Refusal(404, "EntryNotFound", "Entry not found"), 5), (Refusal(503), 3)],
+)
+def test_refused_file(hub: FakeHub, tmp_path: Path, refusal: Refusal, exit_code: int) -> None:
+    """A gated repo shows its listing to everybody."""
+    hub.refuse_file = refusal
+    assert failure_of(hub, tmp_path).exit_code == exit_code
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("listing", [b"<html>Welcome</html>", b"{}", b"[]", b'{"id": "a/b"}'])
+def test_endpoint_that_is_no_hub_is_said(hub: FakeHub, tmp_path: Path, listing: bytes) -> None:
+    hub.listing = listing
+    error = failure_of(hub, tmp_path)
+    assert error.exit_code == 1
+    assert hub.url in str(error)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "ftp://127.0.0.1:{port}"])
+def test_unreachable_hub_is_said_with_its_address(tmp_path: Path, url: str) -> None:
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        url = url.format(port=taken.getsockname()[1])
+        with pytest.raises(PullError) as caught:
+            pull(Hub(url), REPO, None, tmp_path, progress_on())
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
+    assert url in str(caught.value)
+    assert "HF_ENDPOINT" in str(caught.value)
+
+
+def test_offline_mode_is_said(hub: FakeHub, tmp_path: Path) -> None:
+    process = start_pull(hub.url, REPO, "--dir", str(tmp_path), HF_HUB_OFFLINE="1")
+    out, error = process.communicate(timeout=120)
+    assert (process.returncode, out) == (3, "")
+    assert error.count("\n") == 1
+    assert "HF_HUB_OFFLINE" in error
+    assert hub.seen == []
