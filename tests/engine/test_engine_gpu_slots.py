@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -135,6 +137,23 @@ def test_reports_agree(start: Start, tiny_model_path: Path) -> None:
     assert sum(each.demand.n_loads for each in activities) <= N_LAYERS * N_EXPERTS
     stall = finished.timings.decode_experts.stall_seconds if finished.timings.decode_experts else 0
     assert 0 < stall < finished.timings.decode_seconds
+
+
+def test_failed_read_ends_the_answer_and_nothing_else(
+    start: Start, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """The GPU waits for an expert that will never come, and is let go on."""
+    model = tmp_path / "m.gguf"
+    shutil.copyfile(tiny_model_path, model)
+    engine = start(free_bytes=1 << 30)
+    load(engine, model, vram_budget_bytes=100 * MIB)
+    n_bytes = model.stat().st_size
+    os.truncate(model, n_bytes // 2)
+    chat = Chat(engine)
+    failed = chat.fail(QUESTION)
+    assert "restore the file" in failed.message
+    assert chat.fail(QUESTION).code == failed.code
+    assert engine.process.poll() is None
 
 
 def test_whole_model_where_it_fits(start: Start, tiny_model_path: Path) -> None:

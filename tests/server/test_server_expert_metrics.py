@@ -177,7 +177,7 @@ async def test_slots_of_a_gpu_are_a_tier(rig: ServerRig) -> None:
     for tier, experts, n_bytes in (("gpu", 8, 80), ("pinned", 5, 500), ("pageable", 0, 0)):
         assert found[("s2moe_expert_cache_capacity_experts", (("tier", tier),))] == experts
         assert found[("s2moe_expert_cache_capacity_bytes", (("tier", tier),))] == n_bytes
-    rig.metrics.on_engine_gone()
+    rig.metrics.on_state(EngineState.RESTARTING)
     found = await samples(rig)
     for tier in ("gpu", "pinned"):
         assert found[("s2moe_expert_cache_resident_experts", (("tier", tier),))] == 0
