@@ -1,0 +1,170 @@
+"""Several s2moe servers behind nginx on this machine, to try deploy/scaling/nginx.conf.
+
+    .venv/bin/python deploy/scaling/replicas.py [--port 8080] [--replicas 2] [SERVE-OPTION …]
+
+Other options go to every `s2moe serve`. Ctrl-C stops all. It needs nginx (Debian: apt-get install nginx).
+On one machine the servers share its cores and its memory, so this shows that it works, not what it gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+CONFIG = Path(__file__).with_name("nginx.conf")
+S2MOE = Path(sys.executable).with_name("s2moe")
+START_SECONDS = 600
+"""The first start builds the demo model."""
+QUEUE_SIZE = 2
+"""Requests that wait behind the running one: more are better off at another server."""
+
+MAIN = """\
+daemon off;
+master_process on;
+worker_processes 1;
+pid {folder}/nginx.pid;
+error_log stderr warn;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    include {folder}/s2moe.conf;
+}}
+"""
+"""What Debian's nginx.conf has around conf.d, in a folder that any user may write to."""
+
+
+class ReplicasError(Exception):
+    """One line for the person at the terminal."""
+
+
+def with_addresses(config: str, port: int, server_ports: Sequence[int]) -> str:
+    """nginx.conf for these addresses on the loopback interface. Raises ReplicasError."""
+    servers = "".join(f"    server 127.0.0.1:{each} max_fails=0;\n" for each in server_ports)
+    config, n_servers = re.subn(r"(?:^    server \S+ max_fails=0;\n)+", servers, config, flags=re.MULTILINE)
+    config, n_listens = re.subn(r"listen \S+;", f"listen 127.0.0.1:{port};", config)
+    if (n_servers, n_listens) != (1, 1):
+        raise ReplicasError(f"{CONFIG} has no list of servers, or several `listen`")
+    return config
+
+
+def free_ports(n: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Replicas:
+    """The processes. `close()` stops them."""
+
+    def __init__(self, folder: Path, port: int, n_servers: int, serve_options: Sequence[str]) -> None:
+        """Returns at once. Raises ReplicasError; nothing runs then."""
+        nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+        if nginx is None:
+            raise ReplicasError("there is no nginx; on Debian: apt-get install nginx")
+        self.port = port
+        self.server_ports = free_ports(n_servers)
+        config = with_addresses(CONFIG.read_text(), port, self.server_ports)
+        (folder / "s2moe.conf").write_text(config)
+        (folder / "nginx.conf").write_text(MAIN.format(folder=folder))
+        if os.getuid() == 0:
+            folder.chmod(0o711)  # nginx's workers are another user then
+        self.servers = [
+            subprocess.Popen(
+                [str(S2MOE), "serve", "--port", str(each), "--queue-size", str(QUEUE_SIZE), *serve_options]
+            )
+            for each in self.server_ports
+        ]
+        command = [nginx, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
+        self.nginx = subprocess.Popen(command)
+
+    def wait_ready(self) -> None:
+        """Until every server is. Raises ReplicasError."""
+        deadline = time.monotonic() + START_SECONDS
+        for port in (*self.server_ports, self.port):
+            while not is_ready(port):
+                if (ended := self.ended()) is not None or time.monotonic() > deadline:
+                    raise ReplicasError(f"{ended or 'a server'} did not start; its reason is above")
+                time.sleep(0.1)
+
+    def ended(self) -> str | None:
+        """Names a process that has ended by itself."""
+        if self.nginx.poll() is not None:
+            return "nginx"
+        for server, port in zip(self.servers, self.server_ports, strict=True):
+            if server.poll() is not None:
+                return f"the server on port {port}"
+        return None
+
+    def close(self) -> None:
+        processes = [self.nginx, *self.servers]
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--port", type=int, default=8080, help="nginx's port on 127.0.0.1 (default 8080)")
+    parser.add_argument("--replicas", type=int, default=2, help="servers (default 2)")
+    arguments, serve_options = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    replicas = None
+    try:
+        with tempfile.TemporaryDirectory(prefix="s2moe-replicas-") as folder:
+            try:
+                replicas = Replicas(Path(folder), arguments.port, arguments.replicas, serve_options)
+                replicas.wait_ready()
+                url = f"http://127.0.0.1:{replicas.port}"
+                print(f"replicas: {url} in front of {replicas.server_ports}", flush=True)
+                while (ended := replicas.ended()) is None:
+                    time.sleep(1)
+                raise ReplicasError(f"{ended} has ended")
+            finally:
+                if replicas is not None:
+                    replicas.close()
+    except ReplicasError as error:
+        print(f"replicas: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

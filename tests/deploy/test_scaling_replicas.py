@@ -1,0 +1,207 @@
+"""Two real servers behind a real nginx with deploy/scaling/nginx.conf."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+SCALING = Path(__file__).resolve().parents[2] / "deploy" / "scaling"
+sys.path.insert(0, str(SCALING))
+
+from replicas import CONFIG, QUEUE_SIZE, Replicas, ReplicasError, free_ports, with_addresses  # noqa: E402
+
+needs_nginx = pytest.mark.skipif(
+    shutil.which("nginx", path="/usr/sbin:/usr/bin") is None,
+    reason="there is no nginx; on Debian: apt-get install nginx",
+)
+LONG = {"messages": [{"role": "user", "content": "Tell a story."}], "max_tokens": 1500, "ignore_eos": True}
+SHORT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
+CHAT = "/v1/chat/completions"
+
+
+class Gateway:
+    """A client of nginx, and of each server behind it."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{replicas.port}", timeout=60)
+        self.servers = [
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) for port in replicas.server_ports
+        ]
+
+    def close(self) -> None:
+        for client in (self.client, *self.servers):
+            client.close()
+
+
+def total(server: httpx.Client, name: str) -> float:
+    """The sum of a metric's series."""
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_idle(server: httpx.Client) -> bool:
+    return total(server, "s2moe_requests_running") + total(server, "s2moe_requests_waiting") == 0
+
+
+@pytest.fixture(scope="module")
+def replicas(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    folder = tmp_path_factory.mktemp("replicas")
+    for parent in folder.parents[:2]:
+        parent.chmod(0o711)  # nginx's workers are another user where the tests run as root
+    options = ["--model", str(tiny_model_path), "--ctx-size", "2048", "--threads", "1"]
+    options += ["--memory-budget", "1GiB", "--no-keep-expert-counts"]
+    replicas = Replicas(folder, free_ports(1)[0], 2, options)
+    try:
+        replicas.wait_ready()
+        yield replicas
+    finally:
+        replicas.close()
+
+
+@pytest.fixture
+def gateway(replicas: Replicas) -> Iterator[Gateway]:
+    gateway = Gateway(replicas)
+    yield gateway
+    wait_until(lambda: all(map(is_idle, gateway.servers)))
+    gateway.close()
+
+
+class Streams:
+    """Long answers that are being read, each by a thread, until they are closed."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def open(self, client: httpx.Client, n: int) -> None:
+        """Returns when the server has them all, running or waiting."""
+        for _ in range(n):
+            self._threads.append(threading.Thread(target=self._read, args=(client,)))
+            self._threads[-1].start()
+        wait_until(
+            lambda: total(client, "s2moe_requests_running") + total(client, "s2moe_requests_waiting") == n
+        )
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _read(self, client: httpx.Client) -> None:
+        while not self._stop.is_set():
+            with client.stream("POST", CHAT, json={**LONG, "stream": True}) as answer:
+                for _ in answer.iter_lines():
+                    if self._stop.is_set():
+                        return
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    streams = Streams()
+    yield streams
+    streams.close()
+
+
+@needs_nginx
+def test_the_second_request_goes_to_the_idle_server(gateway: Gateway) -> None:
+    with gateway.client.stream("POST", CHAT, json={**LONG, "stream": True}) as first:
+        lines = first.iter_lines()  # closing it, as a collected generator does, would close the stream
+        next(lines)
+        assert gateway.client.post(CHAT, json=SHORT).status_code == 200
+        running = [total(server, "s2moe_requests_running") for server in gateway.servers]
+        assert sorted(running) == [0, 1]
+        answered = gateway.servers[running.index(0)]
+        assert total(answered, "s2moe_generated_tokens_total") >= 1
+
+
+@needs_nginx
+def test_tokens_arrive_while_the_answer_is_made(gateway: Gateway) -> None:
+    with gateway.client.stream("POST", CHAT, json={**LONG, "stream": True}) as answer:
+        lines = (line for line in answer.iter_lines() if '"content":"' in line and '"content":""' not in line)
+        next(lines)
+        assert sum(total(server, "s2moe_requests_running") for server in gateway.servers) == 1
+        next(lines)
+
+
+@needs_nginx
+def test_a_client_that_leaves_ends_its_answer(gateway: Gateway) -> None:
+    def cancelled() -> float:
+        return sum(total(server, "s2moe_request_cancellations_total") for server in gateway.servers)
+
+    before = cancelled()
+    with gateway.client.stream("POST", CHAT, json={**LONG, "stream": True}) as answer:
+        next(answer.iter_lines())
+    wait_until(lambda: cancelled() == before + 1)
+
+
+@needs_nginx
+def test_what_a_full_server_refuses_the_other_one_answers(gateway: Gateway, streams: Streams) -> None:
+    full, free = gateway.servers
+    streams.open(full, 1 + QUEUE_SIZE)
+    assert full.post(CHAT, json=SHORT).status_code == 429
+    for _ in range(4):  # nginx does not see what came past it, and asks the full one in turn
+        assert gateway.client.post(CHAT, json=SHORT).status_code == 200
+    assert total(full, "s2moe_requests_rejected_total") > 1
+    streams.open(free, 1 + QUEUE_SIZE)
+    refused = gateway.client.post(CHAT, json=SHORT)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 0
+    assert refused.json()["error"]["code"] == "queue_full"
+
+
+@needs_nginx
+def test_metrics_are_those_of_one_server_and_not_served(gateway: Gateway) -> None:
+    assert gateway.client.get("/metrics").status_code == 404
+    assert gateway.client.get("/health").status_code == 200
+
+
+@needs_nginx
+def test_without_one_server_the_other_answers_everything(gateway: Gateway) -> None:
+    """The last test of the two servers: it ends one."""
+    gateway.replicas.servers[0].terminate()
+    gateway.replicas.servers[0].wait(20)
+    assert "server on port" in (gateway.replicas.ended() or "")
+    for _ in range(4):
+        assert gateway.client.get("/health").status_code == 200
+        assert gateway.client.post(CHAT, json=SHORT).status_code == 200
+    gateway.servers.pop(0).close()
+
+
+def test_addresses_replace_those_of_the_file() -> None:
+    config = with_addresses(CONFIG.read_text(), 9000, [9001, 9002, 9003])
+    assert "listen 127.0.0.1:9000;" in config
+    assert [line.split()[1] for line in config.splitlines() if line.startswith("    server ")] == [
+        "127.0.0.1:9001",
+        "127.0.0.1:9002",
+        "127.0.0.1:9003",
+    ]
+
+
+def test_a_file_without_a_list_of_servers_is_an_error() -> None:
+    with pytest.raises(ReplicasError, match="no list of servers"):
+        with_addresses("upstream s2moe {}", 9000, [9001])
+
+
+def test_without_nginx_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(*_: Any, **__: Any) -> None:
+        return None
+
+    monkeypatch.setattr(shutil, "which", nowhere)
+    with pytest.raises(ReplicasError, match="apt-get install nginx"):
+        Replicas(tmp_path, 9000, 2, [])

@@ -1,0 +1,113 @@
+"""The tables of recommended settings: what they are computed from, and that the documents have no others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import gguf
+import pytest
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+sys.path.insert(0, str(DEPLOY))
+
+import settings_table  # noqa: E402
+from header_only_model import Shape, write_header_only  # noqa: E402
+
+SHAPES = {shape.name: shape for shape in settings_table.read_shapes()}
+MIB = 2**20
+
+# Tensors by type as llama.cpp counts them when it loads the published files.
+PUBLISHED_TENSORS = {
+    "Qwen3-30B-A3B": {"F32": 241, "Q4_K": 289, "Q6_K": 49},
+    "GPT-OSS-20B": {"F32": 289, "Q8_0": 98, "MXFP4": 72},
+    "GPT-OSS-120B": {"F32": 433, "Q8_0": 146, "MXFP4": 108},
+}
+
+# docs/models.md
+PUBLISHED_GB = {
+    "OLMoE-1B-7B": 4.21,
+    "DeepSeek-V2-Lite": 10.4,
+    "Qwen3-30B-A3B": 18.6,
+    "GPT-OSS-20B": 12.1,
+    "GPT-OSS-120B": 63.4,
+}
+
+
+def types_of(shape: Shape) -> dict[str, int]:
+    return dict(Counter(shape.tensor_type(name, dims).name for name, dims in shape.tensors()))
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TENSORS)
+def test_types_are_those_of_published_files(name: str) -> None:
+    assert types_of(SHAPES[name]) == PUBLISHED_TENSORS[name]
+
+
+def test_short_rows_are_stored_as_llama_cpp_stores_them() -> None:
+    shape = SHAPES["DeepSeek-V2-Lite"]  # whose experts have rows of 1408 values, 5.5 blocks of 256
+    kinds = {
+        layer: shape.tensor_type(f"blk.{layer}.ffn_down_exps.weight", (64, 2048, 1408)).name
+        for layer in range(1, 27)
+    }
+    assert set(kinds.values()) == {"Q5_0", "Q8_0"}
+    assert kinds[1] == kinds[26] == "Q8_0"
+    assert shape.tensor_type("blk.5.ffn_gate_exps.weight", (64, 1408, 2048)).name == "Q4_K"
+
+
+def test_file_ends_with_its_last_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_header_only(path, SHAPES["OLMoE-1B-7B"])  # which is read in the least time
+    reader = gguf.GGUFReader(path)
+    last = max(reader.tensors, key=lambda tensor: int(tensor.data_offset))
+    assert 0 <= path.stat().st_size - (last.data_offset + last.n_bytes) < 32
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_file_has_the_whole_size_and_costs_no_disk(shape: Shape, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_header_only(path, shape)
+    assert path.stat().st_size / 1e9 == pytest.approx(PUBLISHED_GB[shape.name], rel=0.01)
+    assert path.stat().st_blocks * 512 < 32 * MIB
+
+
+def test_tables_in_the_documents_are_the_computed_ones() -> None:
+    command = [sys.executable, str(DEPLOY / "settings_table.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+TABLE = "| 16 GB | `--memory-budget 12GiB` | 58 % | 180 to 450 MiB |"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        TABLE.replace("58 %", "60 %"),
+        TABLE.replace("180 to", "178 to"),
+        TABLE.replace("12GiB", "13GiB"),
+        TABLE.replace("58 %", "all"),
+        TABLE + "\n" + TABLE,
+        "",
+    ],
+)
+def test_another_table_is_noticed(changed: str) -> None:
+    assert settings_table.difference(changed, TABLE)
+
+
+def test_rounding_is_no_difference() -> None:
+    assert settings_table.difference(TABLE.replace("58 %", "59 %").replace("450", "451"), TABLE) == ""
+
+
+def test_a_document_without_the_markers_is_an_error() -> None:
+    with pytest.raises(settings_table.SettingsError, match="lacks the markers"):
+        settings_table.table_in("# no table", "jetson")
+
+
+def test_a_table_is_replaced_in_its_place() -> None:
+    document = "before\n<!-- settings_table.py: a -->\nold\n<!-- end of a -->\nafter\n"
+    written = settings_table.with_table(document, "a", "| new |")
+    assert settings_table.table_in(written, "a") == "| new |"
+    assert written.startswith("before\n")
+    assert written.endswith("<!-- end of a -->\nafter\n")
