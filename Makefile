@@ -5,6 +5,7 @@
 # make check   linters, formatters and the type checker
 # make cuda    setup with CUDA, for --device cuda (CUDA_ARCHITECTURES="89" picks the chips): see docs/cuda.md
 # make cuda-check   compiles the CUDA code, without a GPU and without linking
+# make images-check   builds both container images without a GPU and tries them, as root: see docs/docker.md
 # make native-sanitize   C++ tests under ASan + UBSan, and under TSan
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ NATIVE_BUILD := $(if $(CUDA),native/cuda_toolkit.py build $(CUDA_FLAGS),native/b
 PIP_INSTALL  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_FAILED   := { echo "setup: error: pip failed (its reason is above); check the network and run the same command again" >&2; exit 1; }
 
-.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format native-sanitize clean
+.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format native-sanitize images-check images-lock clean
 .SILENT:
 
 setup: $(STAMPS)/package native
@@ -76,7 +77,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP_INSTALL) --editable '.[dev]' --config-settings=wheel.cmake=false || $(PIP_FAILED)
 	touch $@
 
-CPP_FILES = $(foreach folder,cuda include llama ggml src src/chat src/experts src/sampling src/speculation tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp native/$(folder)/*.cu))
+CPP_FILES = $(foreach folder,cuda include llama ggml src src/chat src/device src/experts src/sampling src/speculation tests,$(wildcard native/$(folder)/*.h native/$(folder)/*.cpp native/$(folder)/*.cu))
 
 # mypy finds the packages under their import names through a folder of links
 check: $(STAMPS)/dev
@@ -85,7 +86,7 @@ check: $(STAMPS)/dev
 	mkdir -p build/typing/s2moe && for package in server engine bench; do \
 	  ln -sfn ../../../$$package build/typing/s2moe/$$package; done
 	MYPYPATH=build/typing $(BIN)/mypy -p s2moe.server -p s2moe.engine -p s2moe.bench
-	$(BIN)/mypy native/prepare.py native/build.py native/cuda_toolkit.py bench/memlimit
+	$(BIN)/mypy native/prepare.py native/build.py native/cuda_toolkit.py bench/memlimit deploy/images/check_images.py deploy/images/health.py deploy/settings_table.py deploy/scaling/*.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/dev
@@ -95,6 +96,18 @@ format: $(STAMPS)/dev
 
 native-sanitize: setup-dev
 	$(BIN)/python native/sanitize.py
+
+images-check:
+	$(PYTHON) deploy/images/check_images.py $(ARGS)
+
+# what the images install from the package index, with hashes, for x86-64 and ARM alike
+UV_COMPILE = build/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
+  --no-annotate --custom-compile-command "make images-lock"
+images-lock:
+	$(PYTHON) -m venv build/lock && build/lock/bin/pip install --quiet uv || $(PIP_FAILED)
+	$(UV_COMPILE) --extra pull --no-emit-package llama-cpp-python pyproject.toml deploy/images/requirements.in -o deploy/images/requirements.txt
+	$(UV_COMPILE) deploy/images/build-requirements.in -o deploy/images/build-requirements.txt
+	$(UV_COMPILE) deploy/images/uv.in -o deploy/images/uv.txt
 
 clean:
 	rm -rf build
