@@ -4,8 +4,8 @@
     .venv/bin/python deploy/settings_table.py --write    # put them into the documents
     .venv/bin/python deploy/settings_table.py --check    # fail if the documents say something else
 
-Every figure is what `s2moe inspect` says of a file with the model's header (shapes: model_shapes.toml) and a
-memory budget.
+Figures are what `s2moe inspect` says of a file with the model's header (shapes: model_shapes.toml) and a
+memory budget; shares in VRAM and bytes read per token are computed from these.
 """
 
 from __future__ import annotations

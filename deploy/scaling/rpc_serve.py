@@ -82,10 +82,8 @@ def main() -> int:
     sys.path.insert(0, str(FOLDER / "python"))
     from llama_cpp.server.__main__ import main as serve
 
-    for option, value in DEFAULTS.items():
-        if option not in options:
-            options += [option, value]
-    sys.argv = [sys.argv[0], *options]
+    # the last of an option counts
+    sys.argv = [sys.argv[0], *(word for default in DEFAULTS.items() for word in default), *options]
     serve()
     return 0
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from s2moe.server.pull.hub import Hub, Listing
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""Of file systems that have no links, such as exFAT."""
 _TAG_LENGTH: Final = 12
 
 
@@ -80,7 +83,23 @@ def _fetch(hub: Hub, listing: Listing, file: RemoteFile, directory: Path, progre
                 f"interrupted at {percent_text(out.tell(), file.size_bytes)} of {file.name}; what was "
                 f"received is kept in {part}, and the same command goes on from there"
             ) from None
-        part.rename(directory / file.name)
+        _give_name(part, directory / file.name)
+
+
+def _give_name(part: Path, path: Path) -> None:
+    """Never to a file that somebody else made meanwhile. Raises PullError."""
+    try:
+        path.hardlink_to(part)
+    except FileExistsError:
+        raise PullError(
+            f"{path} has appeared meanwhile: move it away, and run the same command again"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        part.rename(path)
+        return
+    part.unlink()
 
 
 def _receive(hub: Hub, listing: Listing, file: RemoteFile, out: _PartFile, progress: Progress) -> None:
@@ -102,6 +121,7 @@ def _receive(hub: Hub, listing: Listing, file: RemoteFile, out: _PartFile, progr
                     f"{hub.endpoint} sends nothing more of {file.name} after {size_text(have)} of "
                     f"{size_text(file.size_bytes)}; run the same command again later"
                 )
+        os.fsync(out.fileno())
     finally:
         progress.stop()
 

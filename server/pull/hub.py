@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
@@ -34,6 +35,8 @@ SLICE_BYTES: Final = 16 * 10**9
 """Asked for at once: content delivery networks answer 400 to one request for a file beyond 50 GB."""
 
 _LISTING_SECONDS: Final = 30.0
+_SHA256: Final = re.compile("[0-9a-f]{64}")
+_NO_SHA256: Final = "0" * 64
 _TOO_MANY_REQUESTS: Final = 429
 
 
@@ -66,6 +69,12 @@ class Hub:
             # a name with control characters has no business on a terminal
             if each.size is not None and each.rfilename.isprintable()
         )
+        for file in files:
+            # the checksum becomes part of a file's name
+            if not isinstance(file.size_bytes, int) or not _SHA256.fullmatch(file.sha256 or _NO_SHA256):
+                raise PullError(
+                    f"{self.endpoint} gives no proper size and sha256 of {file.path}; is it a hub?"
+                )
         return Listing(repo, info.sha, files)
 
     def read(self, listing: Listing, file: RemoteFile, out: BinaryIO, have_bytes: int) -> None:

@@ -33,7 +33,7 @@ DASHBOARD = FOLDER / "grafana" / "s2moe.json"
 JOB = "s2moe"
 OF_PROMETHEUS = frozenset({"up"})
 """Series that Prometheus makes itself for each target."""
-_GRAFANA = {"$__rate_interval": "1m", "$instance": ".+"}
+_GRAFANA = {"$__rate_interval": "10m", "$instance": ".+"}
 
 
 @dataclass(frozen=True)

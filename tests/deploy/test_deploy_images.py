@@ -113,7 +113,7 @@ def test_locked_packages_are_what_the_project_asks_for() -> None:
         canonicalize_name(name): version for name, version in PIN.findall((IMAGES / LOCKS[0]).read_text())
     }
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    for text in project["dependencies"]:
+    for text in [*project["dependencies"], *project["optional-dependencies"]["pull"]]:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
         if name not in BUILT_APART:

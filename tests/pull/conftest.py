@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 @pytest.fixture(autouse=True)
 def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("S2MOE_") or name.lower().endswith("_proxy") or name == "HF_TOKEN":
+        is_hubs = name.startswith("HF_") and name != "HF_HUB_DISABLE_TELEMETRY"
+        if name.startswith("S2MOE_") or name.lower().endswith("_proxy") or is_hubs:
             monkeypatch.delenv(name)
 
 

@@ -13,7 +13,7 @@ from fake_hub import CHUNK_BYTES, COMMIT, MODEL, REPO, FakeHub, content_of
 from pull_rig import Said, failure_of, part_of_model, parts_in, pulled, start_pull, wait_until
 
 from s2moe.server.pull import hub as hub_module
-from s2moe.server.pull.errors import ChecksumError, DiskFullError, HubUnreachableError
+from s2moe.server.pull.errors import ChecksumError, DiskFullError, HubUnreachableError, PullError
 
 BIG = 2 * CHUNK_BYTES + 1_000_000
 """Written in three steps, so that a cut can lie between two of them."""
@@ -225,3 +225,15 @@ def test_connection_that_stays_lost_ends_in_one_line(
     assert error.exit_code == 3
     assert "same command again" in str(error)
     assert [part.stat().st_size for part in parts_in(tmp_path)] == [CHUNK_BYTES]
+
+
+def test_file_that_appears_meanwhile_is_not_replaced(hub: FakeHub, tmp_path: Path) -> None:
+    class Somebody(Said):
+        def say(self, line: str) -> None:
+            if line.startswith("checking"):
+                (tmp_path / MODEL).write_bytes(b"mine")
+
+    with pytest.raises(PullError, match="has appeared meanwhile"):
+        pulled(hub, tmp_path, said=Somebody())
+    assert (tmp_path / MODEL).read_bytes() == b"mine"
+    assert parts_in(tmp_path) != []

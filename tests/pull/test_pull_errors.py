@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -80,3 +81,15 @@ def test_offline_mode_is_said(hub: FakeHub, tmp_path: Path) -> None:
     assert error.count("\n") == 1
     assert "HF_HUB_OFFLINE" in error
     assert hub.seen == []
+
+
+@pytest.mark.parametrize("sha256", ["../../../../etc/passwd", "ABC", "\x1b[2J"])
+def test_checksum_that_is_none_is_no_part_of_a_path(hub: FakeHub, tmp_path: Path, sha256: str) -> None:
+    listing = json.loads(hub._listing())
+    for sibling in listing["siblings"]:
+        if "lfs" in sibling:
+            sibling["lfs"]["sha256"] = sha256
+    hub.listing = json.dumps(listing).encode()
+    error = failure_of(hub, tmp_path)
+    assert "no proper size and sha256" in str(error)
+    assert list(tmp_path.iterdir()) == []
