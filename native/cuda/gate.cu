@@ -115,21 +115,13 @@ void device_gate::launch(const gate_call & call, CUstream_st * stream) noexcept 
         return;
     }
     const size_t state_bytes = sizeof(state) + static_cast<size_t>(n_layer) * n_expert;
-    auto * ids = reinterpret_cast<int32_t *>(on_device.get() + aligned(state_bytes)) +
-                 static_cast<size_t>(call.layer) * max_gate_rows * n_ids;
-    gate_layer layer;
-    layer.n_rows = call.n_rows;
-    layer.n_expert = call.n_expert;
-    layer.k = call.k;
-    layer.kind = call.kind;
-    layer.n_ids = n_ids;
-    layer.scores = call.scores;
-    layer.weights = call.weights;
-    layer.gated = call.gated;
-    layer.residency =
-        reinterpret_cast<const uint8_t *>(on_device.get() + sizeof(state)) + static_cast<size_t>(call.layer) * n_expert;
-    layer.exact = ids;
-    layer.chosen = ids + ids_bytes(max_gate_rows) / sizeof(int32_t);
+    auto * exact = reinterpret_cast<int32_t *>(on_device.get() + aligned(state_bytes));
+    const gate_layer layer = gate_layer_of(call,
+                                           n_expert,
+                                           n_ids,
+                                           reinterpret_cast<const uint8_t *>(on_device.get() + sizeof(state)),
+                                           exact,
+                                           exact + ids_bytes(max_gate_rows) / sizeof(int32_t));
     const int n_warps = (call.n_expert + experts_per_lane * warp_size - 1) / (experts_per_lane * warp_size);
     gate_kernel<<<1, std::min(n_warps, max_warps) * warp_size, 0, stream>>>(
         &state_in(on_device)->control, layer, state_in(on_device)->accounts);

@@ -40,20 +40,8 @@ class host_gate final : public gate_device {
         if (!gate_rule_fits(dst)) {
             return false;
         }
-        const gate_call call = gate_call_of(dst, of);
-        const auto ids = static_cast<ptrdiff_t>(call.layer) * max_gate_rows * n_ids;
-        gate_layer layer;
-        layer.n_rows = call.n_rows;
-        layer.n_expert = call.n_expert;
-        layer.k = call.k;
-        layer.kind = call.kind;
-        layer.n_ids = n_ids;
-        layer.scores = call.scores;
-        layer.weights = call.weights;
-        layer.gated = call.gated;
-        layer.residency = residency.data() + static_cast<ptrdiff_t>(call.layer) * n_expert;
-        layer.exact = exact.data() + ids;
-        layer.chosen = chosen.data() + ids;
+        const gate_layer layer =
+            gate_layer_of(gate_call_of(dst, of), n_expert, n_ids, residency.data(), exact.data(), chosen.data());
         one_lane lanes;
         gate_memory memory;
         gate_layer_rows(lanes, control, layer, accounts, memory);

@@ -40,6 +40,30 @@ inline gate_call gate_call_of(const ggml_tensor * op, const llama_moe_gate_layer
     return call;
 }
 
+/*
+ * The layer of a call, with what a decode has of it.
+ *
+ *   residency      [n_layer][n_expert]
+ *   exact, chosen  [n_layer][max_gate_rows][n_ids]
+ */
+inline gate_layer gate_layer_of(
+    const gate_call & call, int n_expert, int n_ids, const uint8_t * residency, int32_t * exact, int32_t * chosen) {
+    const auto ids = static_cast<ptrdiff_t>(call.layer) * max_gate_rows * n_ids;
+    gate_layer layer;
+    layer.n_rows = call.n_rows;
+    layer.n_expert = call.n_expert;
+    layer.k = call.k;
+    layer.kind = call.kind;
+    layer.n_ids = n_ids;
+    layer.scores = call.scores;
+    layer.weights = call.weights;
+    layer.gated = call.gated;
+    layer.residency = residency + static_cast<ptrdiff_t>(call.layer) * n_expert;
+    layer.exact = exact + ids;
+    layer.chosen = chosen + ids;
+    return layer;
+}
+
 // Whether the rule's text can compute `op`; what is too large is left to the CPU.
 inline bool gate_rule_fits(const ggml_tensor * op) {
     const auto fits = [](const ggml_tensor * t) {
