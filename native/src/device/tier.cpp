@@ -12,7 +12,6 @@ namespace s2moe {
 
 namespace {
 
-constexpr double prompt_weight = 8; // a prompt counts as much as so many decodes, as in the cache
 constexpr auto eager_time = std::chrono::microseconds(100); // after a request, in which the next one is looked for
 constexpr auto stuck_time = std::chrono::seconds(10);
 constexpr auto poll_time = std::chrono::microseconds(20);
@@ -201,7 +200,7 @@ void device_tier::answer(uint32_t request) {
         }
     }
     ++totals.requests;
-    const auto phase = is_prompt(kind, n_tokens_asked) ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+    const auto phase = phase_of(kind, n_tokens_asked);
     totals.wait_seconds[phase] += std::chrono::duration<double>(steady::now() - begun).count();
     n_answered = request;
     std::atomic_ref<uint32_t>(mailbox.answer).store(request, std::memory_order_release);
@@ -209,7 +208,7 @@ void device_tier::answer(uint32_t request) {
 
 void device_tier::fetch_layer() {
     const remap_mailbox & mailbox = *state.mailbox;
-    const auto phase = is_prompt(kind, n_tokens_asked) ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+    const auto phase = phase_of(kind, n_tokens_asked);
     std::vector<int32_t> missing(n_expert);
     bool any = false;
     slots.begin_pass();

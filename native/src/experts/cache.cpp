@@ -22,7 +22,6 @@ namespace {
 constexpr int prefetches_max = 4; // reads in flight, so that a demand does not wait long
 constexpr int warmups_max = 2;
 constexpr int64_t prefetch_decodes = 2;  // that a prefetched expert outlives without use
-constexpr double prompt_weight = 8;      // a prompt counts as much as so many decodes, spread over its tokens
 constexpr double warm_weight = 8;        // so do the counts of earlier runs
 constexpr double average_share = 0.1;    // of a new sample in a moving average
 constexpr double read_ahead_share = 0.6; // of a layer's experts that a batch must use to read the next one ahead

@@ -79,6 +79,10 @@ constexpr bool is_prompt(decode_kind kind, int n_tokens) {
     return n_tokens > 8 && kind != decode_kind::verify;
 }
 
+constexpr s2moe_phase phase_of(decode_kind kind, int n_tokens) {
+    return is_prompt(kind, n_tokens) ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+}
+
 // One expert of a running matrix multiplication.
 struct op_expert {
     int expert = 0;

@@ -8,6 +8,8 @@
 
 namespace s2moe {
 
+constexpr double prompt_weight = 8; // a prompt counts as much as so many decodes, spread over its tokens
+
 // A decayed count of uses, f(t) = sum over uses u of weight(u) * 2^((time(u) - t) / half_life), kept as
 // log2 f(t) + t / half_life, which does not change while time passes: scores of different age compare directly.
 class usefulness {
