@@ -28,12 +28,18 @@ READY_SECONDS = 300.0
 STOP_SECONDS = 60.0
 PLAIN_DECODING = ("--speculation", "off")
 """Flags of benchmarks of what is below speculation: one token per step."""
+ACCESS_LOGGER = " s2moe.server.access "
 DATA = "data: {"
 DATA_PREFIX_LENGTH = len("data: ")
 
 
 class ServingError(Exception):
     """The server did not start or did not answer; the message ends with the end of its log."""
+
+
+def end_of_log(log: str, n_lines: int = 5) -> list[str]:
+    """The last lines of a server's log that are not of requests: polls of /health push a reason out of sight."""
+    return [line for line in log.strip().splitlines() if ACCESS_LOGGER not in line][-n_lines:]
 
 
 class Serving:
@@ -92,8 +98,7 @@ class Serving:
             time.sleep(0.02)
 
     def _failure(self, what: str) -> ServingError:
-        tail = self._log.read_text(errors="replace").strip().splitlines()[-5:]
-        return ServingError("\n  ".join([what, *tail]))
+        return ServingError("\n  ".join([what, *end_of_log(self._log.read_text(errors="replace"))]))
 
     def chat(
         self, messages: list[dict[str, str]], n_tokens: int, options: dict[str, Any] | None = None
