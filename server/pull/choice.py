@@ -23,6 +23,9 @@ _QUANTISATION = re.compile(
 _NO_MODEL = re.compile(r"(?<![a-z0-9])(?:mmproj|imatrix|eagle3?)(?![a-z0-9])", re.IGNORECASE)
 """GGUF files beside a model: image projectors, importance matrices, draft heads."""
 
+_MOST_NAMES: Final = 3
+"""Of files in one line."""
+
 
 @dataclass(frozen=True)
 class RemoteFile:
@@ -75,10 +78,11 @@ def choose(files: Iterable[RemoteFile], wanted: str | None, repo: str) -> Remote
     if len(found) != 1:
         raise NoSuchFileError(_no_choice(repo, wanted, found, models))
     model = found[0]
-    if len(model.parts) != model.n_parts:
+    if fault := _numbering_fault(model):
+        others = [each for each in models if each is not model]
         raise NoSuchFileError(
-            f"{repo}: {model.parts[0].name} is one of {model.n_parts} parts, of which the repo has "
-            f"{len(model.parts)}; choose another model of it: {_listed(models)}"
+            f"{repo}: {model.parts[0].name} is one of {model.n_parts} parts, but the repo {fault}; "
+            f"other models of it: {_listed(others) or 'none'}"
         )
     return model
 
@@ -97,6 +101,19 @@ def models_of(files: Iterable[RemoteFile]) -> list[RemoteModel]:
         for (_, count), parts in split.items()
     ]
     return sorted(whole, key=lambda model: (model.size_bytes, model.parts[0].path))
+
+
+def _numbering_fault(model: RemoteModel) -> str:
+    """How the parts are not those from 1 to n_parts: `lacks m-00002-of-00003.gguf`; empty where they are."""
+    matches = [match for part in model.parts if (match := _PART.fullmatch(part.name))]
+    found = {int(match["index"]) for match in matches}
+    wanted = set(range(1, model.n_parts + 1)) if matches else set()
+    for verb, odd in (("lacks", wanted - found), ("has beside them", found - wanted)):
+        if odd:
+            names = [f"{matches[0]['stem']}-{index:05}-of-{model.n_parts:05}.gguf" for index in sorted(odd)]
+            rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            return f"{verb} {', '.join(names[:_MOST_NAMES])}{rest}"
+    return ""
 
 
 def _by_quantisation(models: Sequence[RemoteModel], wanted: str | None) -> Sequence[RemoteModel]:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,15 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
-from e2e_rig import ServeProcess, free_port
+from e2e_rig import ServeProcess
 from fake_engine import FakeEngine
 from server_rig import chat
 from threaded_rig import threaded_server
 
-__all__ = ["FakeEngine", "ServeProcess", "chat", "threaded_server"]
+from ports import free_port
+from waiting import PATIENCE_SECONDS, until
+
+__all__ = ["FakeEngine", "ServeProcess", "chat", "threaded_server", "until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "monitoring"
@@ -100,13 +102,6 @@ def as_prometheus_sees(expression: str) -> str:
     return expression
 
 
-def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 class Prometheus:
     """Prometheus with the shipped files and the flags of compose.yml, at one scrape per second. A context
     manager; `key` is the server's, for which the lines about it are put in force."""
@@ -126,19 +121,19 @@ class Prometheus:
         flags = " ".join(load("compose.yml")["services"]["prometheus"]["command"])
         flags = flags.replace("127.0.0.1:9090", address).replace("path=/prometheus", f"path={folder}/data")
         self._command = [tool("prometheus"), *flags.replace("/etc/prometheus", str(folder)).split()]
-        self._http = httpx.Client(base_url=f"http://{address}", timeout=10)
+        self._http = httpx.Client(base_url=f"http://{address}", timeout=PATIENCE_SECONDS)
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Prometheus:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
-        until(self._is_ready)
+        until(self._is_ready, "the start of Prometheus")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(PATIENCE_SECONDS)
 
     def complaints(self) -> list[str]:
         """Lines of its log that are more than information."""
@@ -157,19 +152,43 @@ class Prometheus:
         return target
 
     def wait_health(self, health: str) -> dict[str, Any]:
-        """Returns the target once scraping it went well (up) or badly (down). Prometheus begins after 5 s."""
-        until(lambda: any(each["health"] == health for each in self._targets()))
-        return self.target()
+        """Returns the target as it was when scraping it went well (up) or badly (down). Prometheus begins
+        after 5 s. What the scrape brought may not be stored yet: wait_scrape()."""
+        found: list[dict[str, Any]] = []
+
+        def is_found() -> bool:
+            found[:] = [each for each in self._targets() if each["health"] == health]
+            return bool(found)
+
+        until(is_found, f"the target's health {health}")
+        return found[0]
+
+    def wait_scrape(self) -> None:
+        """Until all of a successful scrape is stored that began after this call."""
+        began = time.time()
+        until(lambda: (self.value("timestamp(up) and up == 1") or 0) > began, "a scrape")
+
+    def wait_values(self, expression: str, asker: str) -> dict[frozenset[tuple[str, str]], float]:
+        """values(), once there are some: a rate needs two scrapes, and on a loaded machine one may fail."""
+        found: dict[frozenset[tuple[str, str]], float] = {}
+
+        def is_found() -> bool:
+            found.update(self.values(expression))
+            return bool(found)
+
+        until(is_found, f"an answer for {asker}")
+        return found
 
     def values(self, expression: str) -> dict[frozenset[tuple[str, str]], float]:
         """The present value of each series of an expression, by its labels."""
         result = self.data("query", query=expression)["result"]
         return {frozenset(each["metric"].items()): float(each["value"][1]) for each in result}
 
-    def value(self, expression: str) -> float:
-        """Of an expression with one series."""
-        (value,) = self.values(expression).values()
-        return value
+    def value(self, expression: str) -> float | None:
+        """Of an expression with one series at most; None while there is none."""
+        values = self.values(expression)
+        assert len(values) <= 1, f"{expression} has {len(values)} series"
+        return next(iter(values.values()), None)
 
     def firing(self) -> dict[str, dict[str, Any]]:
         """Alerts by their names."""
@@ -190,6 +209,6 @@ class Prometheus:
 def run_promtool(*arguments: str, stdin: str | None = None) -> str:
     """What it prints. Raises AssertionError with that where it finds a fault."""
     command = [tool("promtool"), *arguments]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -20,6 +20,12 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[2]
 IMAGES = REPOSITORY / "deploy" / "images"
+sys.path.insert(0, str(IMAGES))
+
+from buildah import Buildah  # noqa: E402
+from check_images import ImageCheck  # noqa: E402
+from container import CheckError, ImageConfig  # noqa: E402
+
 DOCKERFILES = ("Dockerfile.orin", "Dockerfile.4090")
 LOCKS = ("requirements.txt", "build-requirements.txt", "uv.txt")
 BUILT_APART = {"llama-cpp-python"}
@@ -166,3 +172,61 @@ def test_health_check_fails_where_nothing_listens() -> None:
     result = health(port, "127.0.0.1")
     assert (result.returncode, result.stderr) == (1, "")
     assert f"127.0.0.1:{port}" in result.stdout
+
+
+INDEX = "https://user:password@index.example/simple"
+RECORDER = """#!/bin/sh
+printf '%s\\n' "$0 $*" >> "$RECORD"
+case " $* " in *" mount "*) echo "$ROOT" ;; esac
+"""
+"""In place of buildah and debootstrap: notes how it is called."""
+
+
+def test_the_package_index_of_the_building_machine_is_there_while_it_builds_and_not_in_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, root, record = (tmp_path / name for name in ("programs", "root", "record"))
+    programs.mkdir()
+    for name in ("buildah", "debootstrap"):
+        (programs / name).write_text(RECORDER)
+        (programs / name).chmod(0o755)
+    (root / "etc/ssl/certs").mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("RECORD", str(record))
+    monkeypatch.setenv("ROOT", str(root))
+    monkeypatch.setenv("PIP_INDEX_URL", INDEX)
+    buildah = Buildah(tmp_path / "storage")
+    base = buildah.make_base("bookworm")
+    buildah.build(REPOSITORY / "Dockerfile.4090", "tag", {"BUILD_IMAGE": base}, tmp_path / "log")
+
+    calls = record.read_text()
+    assert "debootstrap" in calls
+    assert "--env" not in calls
+    assert INDEX not in calls
+    (mounted,) = re.findall(r" build .*--volume (\S+):/etc/pip\.conf:ro ", calls)
+    assert f"index-url = {INDEX}\n" in Path(mounted).read_text()
+    assert Path(mounted).stat().st_mode & 0o077 == 0
+    assert not (root / "etc/pip.conf").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "pip_config", "fault"),
+    [
+        ({"PIP_INDEX_URL": INDEX}, "", "pip: PIP_INDEX_URL"),
+        ({"PIP_CERT": "/etc/ssl/cert.pem"}, "", "pip: PIP_CERT"),
+        ({}, f"[global]\nindex-url = {INDEX}\n", "pip: /etc/pip.conf"),
+        # what a mount leaves, and so the next check's turn
+        ({}, "", "compilers: gcc"),
+    ],
+    ids=["an index", "a certificate", "a file", "none"],
+)
+def test_the_check_refuses_an_image_with_settings_of_pip(
+    tmp_path: Path, environment: dict[str, str], pip_config: str, fault: str
+) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/pip.conf").write_text(pip_config)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gcc").touch()
+    config = ImageConfig("10001", (), {"PATH": "/bin", **environment}, ("true",), ("/models",), "/")
+    with pytest.raises(CheckError, match=f"{fault}$"):
+        ImageCheck("image", tmp_path, config, tmp_path).run()

@@ -43,20 +43,28 @@ def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def prometheus(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("scraping") / "prometheus"
     with Prometheus(folder, f"127.0.0.1:{server.port}") as running:
-        running.wait_health("up")
+        # scrapes before, between and after, so that a series which the first answer brought forth has a rate
         for _ in range(2):
+            running.wait_scrape()
             assert server.chat(STORY, max_tokens=32).status_code == 200
-        until(lambda: running.value("sum(s2moe_requests_total)") == 2)
+        until(lambda: running.value("sum(s2moe_requests_total)") == 2, "a scrape of both answers")
+        running.wait_scrape()
         yield running
+
+
+def test_a_series_without_samples_has_no_value(prometheus: Prometheus) -> None:
+    """What waits for a value must get over the time before the first scrape, and a failed one."""
+    assert prometheus.value("s2moe_no_such_series") is None
+    assert prometheus.value("vector(2)") == 2
 
 
 def test_prometheus_scrapes_the_server_without_complaint(
     server: ServeProcess, prometheus: Prometheus
 ) -> None:
     assert prometheus.wait_health("up")["lastError"] == ""
-    until(lambda: prometheus.value("up") == 1)
     families = text_string_to_metric_families(server.client.get("/metrics").text)
     names = {sample.name for family in families for sample in family.samples}
+    prometheus.wait_scrape()
     assert names <= set(prometheus.data("label/__name__/values"))
     assert prometheus.complaints() == []
 
@@ -67,13 +75,15 @@ def test_promtool_finds_nothing_in_metrics_of_the_real_server(server: ServeProce
 
 def test_every_panel_gets_an_answer(prometheus: Prometheus) -> None:
     for question in questions_of_panels():
-        assert prometheus.values(question.expression), f"nothing for {question.asker}"
+        prometheus.wait_values(question.expression, question.asker)
     for question in (*questions_of_rules(), *questions_beside_panels()):
         prometheus.values(question.expression)
 
 
 def test_what_panels_show_is_what_happened(prometheus: Prometheus) -> None:
-    shown = {each.asker: prometheus.values(each.expression) for each in questions_of_panels()}
+    shown = {
+        each.asker: prometheus.wait_values(each.expression, each.asker) for each in questions_of_panels()
+    }
     for asker in ("Time to first token A", "Between tokens B", "Read of one expert A"):
         (seconds,) = shown[asker].values()
         assert 0 < seconds < 60, asker
@@ -91,10 +101,13 @@ def test_all_is_quiet_until_the_engine_is_killed(server: ServeProcess, prometheu
     groups = prometheus.data("rules")["groups"]
     checked = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in checked} == {rule["alert"] for rule in rules()}
-    until(lambda: all(r["health"] == "ok" for g in prometheus.data("rules")["groups"] for r in g["rules"]))
+    until(
+        lambda: all(r["health"] == "ok" for g in prometheus.data("rules")["groups"] for r in g["rules"]),
+        "the evaluation of all rules",
+    )
     assert prometheus.firing() == {}
     server.kill_engine()
-    until(lambda: "S2moeEngineRestarted" in prometheus.firing())
+    until(lambda: "S2moeEngineRestarted" in prometheus.firing(), "the alert")
     annotations = prometheus.firing()["S2moeEngineRestarted"]["annotations"]
     assert f"127.0.0.1:{server.port}" in annotations["summary"]
     assert "crash" in annotations["summary"]
@@ -113,8 +126,9 @@ def test_a_server_with_a_key_is_scraped_with_it_and_else_missed(
         ):
             with_key.wait_health("up")
             without.wait_health("down")
-            until(lambda: "401" in without.target()["lastError"])
+            until(lambda: "401" in without.target()["lastError"], "the refusal")
             # the rule and the configuration agree on the name of the job
             (rule,) = (each for each in rules() if each["alert"] == "S2moeServerUnreachable")
-            assert without.value(rule["expr"]) == 0
-            until(lambda: with_key.values(rule["expr"]) == {})
+            until(lambda: without.value(rule["expr"]) == 0, "what the rule asks for")
+            with_key.wait_scrape()
+            until(lambda: with_key.values(rule["expr"]) == {}, "the end of what the rule asks for")

@@ -15,6 +15,7 @@ import yaml
 from s2moe.server.settings import Settings, env_of
 
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 COMPOSE = ROOT / "deploy" / "rtx4090" / "compose.yml"
 HAS_COMPOSE = shutil.which("docker") is not None and (
     subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
@@ -55,6 +56,26 @@ def test_the_volume_is_the_image_s(server: dict[str, Any]) -> None:
     (volume,) = server["volumes"]
     assert f"VOLUME {volume.partition(':')[2]}\n" in (ROOT / "Dockerfile.4090").read_text()
     assert server["environment"]["S2MOE_MODEL"].startswith(f"{volume.partition(':')[2]}/")
+
+
+def test_compose_makes_the_volume_that_docker_run_uses_where_it_is_missing(server: dict[str, Any]) -> None:
+    """`external` would fail for a newcomer, and without a name of its own it would be `s2moe_models`."""
+    source = server["volumes"][0].partition(":")[0]
+    volume = yaml.safe_load(COMPOSE.read_text())["volumes"][source]
+    assert not volume.get("external")
+    for page in (README, COMPOSE.with_name("README.md")):
+        mounted = re.findall(r"-v (\S+):/models ", page.read_text())
+        assert mounted
+        assert set(mounted) == {volume["name"]}, page
+
+
+def test_the_gpu_is_used_unless_the_user_says_otherwise(server: dict[str, Any]) -> None:
+    assert server["environment"]["S2MOE_DEVICE"] == "${S2MOE_DEVICE:-cuda}"
+    (flags,) = re.findall(r"^    docker run .* s2moe:4090 (.*)$", README.read_text(), re.MULTILINE)
+    assert "--device cuda" in flags
+    # it would mean slots for experts, even if the model would fit whole
+    assert "--memory-budget" not in flags
+    assert server["environment"]["S2MOE_MEMORY_BUDGET"] == "${S2MOE_MEMORY_BUDGET:-auto}"
 
 
 @pytest.mark.skipif(not HAS_COMPOSE, reason="there is no docker compose")

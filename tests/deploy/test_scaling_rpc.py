@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ports import free_port
+
 SCALING = Path(__file__).resolve().parents[2] / "deploy" / "scaling"
 sys.path.insert(0, str(SCALING))
 
@@ -19,12 +21,6 @@ from rpc_serve import FOLDER, RpcError, check_worker  # noqa: E402
 
 RPC_SERVER = FOLDER / "bin" / "rpc-server"
 START_SECONDS = 60
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def resident_bytes(process: subprocess.Popen[bytes]) -> int:

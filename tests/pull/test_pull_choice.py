@@ -78,10 +78,39 @@ def test_split_model_is_all_its_parts_in_order(wanted: str) -> None:
     assert chosen(wanted) == ["BF16/moe-BF16-00001-of-00002.gguf", "BF16/moe-BF16-00002-of-00002.gguf"]
 
 
-def test_split_model_with_a_part_missing_is_refused() -> None:
-    error = refusal("BF16", files("m-BF16-00001-of-00003.gguf", "m-BF16-00003-of-00003.gguf"))
-    assert "3 parts" in error
-    assert "has 2" in error
+def split(count: int, *indices: int) -> list[str]:
+    return [f"m-BF16-{index:05}-of-{count:05}.gguf" for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("count", "indices", "lacking"),
+    [
+        (3, (1, 3), (2,)),
+        (3, (2, 3), (1,)),
+        (3, (1,), (2, 3)),
+        # as many as there should be, and yet not those
+        (3, (1, 2, 4), (3,)),
+        (2, (0, 1), (2,)),
+    ],
+)
+def test_split_model_with_a_part_missing_is_refused_by_its_name(
+    count: int, indices: tuple[int, ...], lacking: tuple[int, ...]
+) -> None:
+    error = refusal("BF16", files(*split(count, *indices), "m-Q8_0.gguf"))
+    assert f"{count} parts" in error
+    assert f"lacks {', '.join(split(count, *lacking))};" in error
+    assert "other models of it: Q8_0 (" in error
+
+
+def test_not_all_of_many_missing_parts_are_named() -> None:
+    error = refusal("BF16", files(*split(99, 1)))
+    assert f"lacks {', '.join(split(99, 2, 3, 4))} and 95 more;" in error
+    assert error.endswith("other models of it: none")
+
+
+@pytest.mark.parametrize(("count", "indices", "odd"), [(2, (1, 2, 3), 3), (2, (0, 1, 2), 0), (0, (1,), 1)])
+def test_split_model_with_a_part_too_many_is_refused(count: int, indices: tuple[int, ...], odd: int) -> None:
+    assert f"has beside them {split(count, odd)[0]};" in refusal("BF16", files(*split(count, *indices)))
 
 
 def test_nothing_named_takes_the_only_model_and_else_q4_k_m() -> None:

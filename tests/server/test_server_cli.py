@@ -19,6 +19,8 @@ from s2moe.server.cli import build_parser, main
 from s2moe.server.serve import base_url, ready_text, to_configure
 from s2moe.server.settings import Settings, env_of, flag_of, load_settings
 
+from ports import free_port
+
 
 def exit_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Returns the exit code and stderr, which must be one line."""
@@ -263,8 +265,7 @@ class Process:
     def __init__(self, tmp_path: Path, mode: str, *arguments: str) -> None:
         (tmp_path / "engine.py").write_text(ENGINE)
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-c", RUNNER, str(tmp_path / "engine.py"), "serve"]
         self.process = subprocess.Popen(
