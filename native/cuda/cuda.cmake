@@ -24,7 +24,7 @@ foreach(target s2moe-cuda-gate s2moe-cuda) # CMake knows C++20 for CUDA from 3.2
     target_compile_features(${target} PRIVATE cxx_std_20)
     target_compile_options(${target} PRIVATE
         $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -fmad=false -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-fvisibility=hidden>
-        $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -fvisibility=hidden>)
+        "$<$<COMPILE_LANGUAGE:CXX>:${S2MOE_WARNINGS};-fvisibility=hidden>")
     target_include_directories(${target} PUBLIC ${CMAKE_CURRENT_SOURCE_DIR}/cuda PRIVATE
         ${CMAKE_CURRENT_SOURCE_DIR}/include ${CMAKE_CURRENT_SOURCE_DIR}/llama ${CMAKE_CURRENT_SOURCE_DIR}/src
         ${CMAKE_CURRENT_SOURCE_DIR}/ggml ${CUDAToolkit_INCLUDE_DIRS})

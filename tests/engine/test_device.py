@@ -187,4 +187,4 @@ def test_build_says_what_it_is_for() -> None:
         assert info["cuda_toolkit"]
     else:
         assert (info["cuda_toolkit"], info["cuda_architectures"]) == ("", [])
-    assert Library().describe_build()["system"].startswith("CPU : ")
+    assert "CPU : " in Library().describe_build()["system"]

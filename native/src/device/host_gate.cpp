@@ -43,7 +43,7 @@ class host_gate final : public gate_device {
         const gate_layer layer =
             gate_layer_of(gate_call_of(dst, of), n_expert, n_ids, residency.data(), exact.data(), chosen.data());
         one_lane lanes;
-        gate_memory memory;
+        gate_memory memory{};
         gate_layer_rows(lanes, control, layer, accounts, memory);
         return true;
     }
