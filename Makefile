@@ -6,6 +6,7 @@
 # make cuda    setup with CUDA, for --device cuda (CUDA_ARCHITECTURES="89" picks the chips): see docs/cuda.md
 # make cuda-check   compiles the CUDA code, without a GPU and without linking
 # make images-check   builds both container images without a GPU and tries them, as root: see docs/docker.md
+# make aarch64-check   cross-compiles for ARM and tries that under qemu-user: see docs/docker.md
 # make native-sanitize   C++ tests under ASan + UBSan, and under TSan
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ NATIVE_BUILD := $(if $(CUDA),native/cuda_toolkit.py build $(CUDA_FLAGS),native/b
 PIP_INSTALL  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_FAILED   := { echo "setup: error: pip failed (its reason is above); check the network and run the same command again" >&2; exit 1; }
 
-.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format native-sanitize images-check images-lock clean
+.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format native-sanitize aarch64-check images-check images-lock clean
 .SILENT:
 
 setup: $(STAMPS)/package native
@@ -86,7 +87,9 @@ check: $(STAMPS)/dev
 	mkdir -p build/typing/s2moe && for package in server engine bench; do \
 	  ln -sfn ../../../$$package build/typing/s2moe/$$package; done
 	MYPYPATH=build/typing $(BIN)/mypy -p s2moe.server -p s2moe.engine -p s2moe.bench
-	$(BIN)/mypy native/prepare.py native/build.py native/cuda_toolkit.py bench/memlimit deploy/images/check_images.py deploy/images/health.py deploy/settings_table.py deploy/scaling/*.py
+	MYPYPATH=build/typing:native:deploy:tests $(BIN)/mypy native/prepare.py native/build.py native/cuda_toolkit.py \
+	  bench/memlimit deploy/images/check_images.py deploy/images/health.py deploy/settings_table.py deploy/scaling/*.py \
+	  deploy/aarch64/check_aarch64.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/dev
@@ -96,6 +99,9 @@ format: $(STAMPS)/dev
 
 native-sanitize: setup-dev
 	$(BIN)/python native/sanitize.py
+
+aarch64-check: setup-dev
+	$(BIN)/python deploy/aarch64/check_aarch64.py $(ARGS)
 
 images-check:
 	$(PYTHON) deploy/images/check_images.py $(ARGS)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class ServingError(Exception):
 
 
 def end_of_log(log: str, n_lines: int = 5) -> list[str]:
-    """The last lines of a server's log that are not of requests: polls of /health push a reason out of sight."""
+    """The last lines of a server's log but those of requests: polls of /health push a reason out of sight."""
     return [line for line in log.strip().splitlines() if ACCESS_LOGGER not in line][-n_lines:]
 
 
@@ -53,16 +54,18 @@ class Serving:
         cache_directory: Path,
         limit_bytes: int | None = None,
         read_limit: ReadLimit | None = None,
+        program: Sequence[str] | None = None,
     ) -> None:
         """Starts it and waits until it is ready. `work` holds its log, `cache_directory` what it keeps.
-        A read limit needs a memory limit.
+        A read limit needs a memory limit. `program`: another command than this environment's `s2moe`.
 
         Raises ServingError.
         """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [str(Path(sys.executable).with_name("s2moe")), "serve", "--model", str(model)]
+        command = list(program or (str(Path(sys.executable).with_name("s2moe")),))
+        command += ["serve", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *flags]
         self._report = work / "memlimit.json"
         assert limit_bytes is not None or read_limit is None

