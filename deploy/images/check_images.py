@@ -146,7 +146,8 @@ class ImageCheck:
             self._until_healthy(server, port)
             self._expect(WARNING not in server.log.read_text(), "does not warn with a key")
             self._expect(status_without_key(port) == 401, "asks for the key")
-            self._expect(True, "serves without capabilities from a file system that it cannot write to")
+            closed = all(is_closed(pid) for pid in server.pids())
+            self._expect(closed, "serves without capabilities from a file system that it cannot write to")
             self._expect(server.stop() == 0, "ends with 0 then, too", server.log.read_text())
         finally:
             server.kill()
@@ -256,6 +257,14 @@ def uids_of(pid: int) -> list[int]:
     status = Path(f"/proc/{pid}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("Uid:"))
     return [int(uid) for uid in line.split()[1:]]
+
+
+def is_closed(pid: int) -> bool:
+    """Whether a process can get no capability and write to mounted folders only."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    mounts = [line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
+    root_options = [fields[5].split(",") for fields in mounts if fields[4] == "/"][-1]
+    return int(status["CapBnd"], 16) == 0 and status["NoNewPrivs"] == "1" and "ro" in root_options
 
 
 def command_of(pid: int) -> str:
