@@ -6,7 +6,8 @@ For each budget one server with `--device cuda --vram-budget` answers every ques
 in turn. A line has tokens per second; its ratio to `off` of the same server; the share of lookups that found
 their expert in a slot; bytes copied into slots per token, and per second, which may be held against the
 bus (--bus-gbps); the bytes of weights that a token needs per second, against the card's memory
-(--memory-gbps); waits for the host and synchronizations per token. Needs a GPU and a build by `make cuda`.
+(--memory-gbps); waits for the host and synchronizations per token. All of it is decode's: neither the prompts
+nor the first tokens, which come with them, are counted. Needs a GPU and a build by `make cuda`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ QUESTIONS = [question for workload in ("qa", "code", "summarise") for question i
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals of /metrics."""
+    """Totals of /metrics, of decodes of up to 8 tokens, drafts included."""
 
     lookups: float
     misses: float
@@ -53,9 +54,11 @@ class Counts:
         return cls(
             lookups=total("expert_cache_lookups_total", phase="decode"),
             misses=total("expert_cache_lookups_total", phase="decode", result="miss"),
-            copied_bytes=total("expert_cache_load_bytes_total", source="host"),
-            requests=total("gpu_host_requests_total"),
-            synchronizations=total("gpu_synchronizations_total"),
+            # what is copied ahead is copied for drafts
+            copied_bytes=total("gpu_demand_bytes_total", phase="decode")
+            + total("expert_cache_load_bytes_total", source="host", trigger="prefetch"),
+            requests=total("gpu_host_requests_total", phase="decode"),
+            synchronizations=total("gpu_synchronizations_total", phase="decode"),
         )
 
     def since(self, before: Counts) -> Counts:
@@ -85,7 +88,7 @@ def summarise(
 ) -> Line:
     """`token_bytes`: of the weights that one token needs; `off_speed`: tokens per second, 0 = this is it."""
     speed = tokens_per_second(answers)
-    n_tokens = sum(each.n_tokens for each in answers)
+    n_tokens = sum(each.n_intervals for each in answers)
     copied = counts.copied_bytes / n_tokens
     return Line(
         budget=budget,

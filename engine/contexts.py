@@ -203,6 +203,16 @@ class ContextMaker:
             )
 
 
+def expert_width(llama_cpp: Any, handle: Any) -> int:
+    """The n_ff of an expert: values between its matrices. 0 where the model does not say it as one number."""
+    architecture = meta_value(llama_cpp, handle, "general.architecture")
+    for key in ("expert_feed_forward_length", "feed_forward_length"):
+        value = meta_value(llama_cpp, handle, f"{architecture}.{key}")
+        if value.isdecimal():
+            return int(value)
+    return 0
+
+
 def meta_value(llama_cpp: Any, handle: Any, key: str) -> str:
     """A value of the model's metadata as text, "" if there is none."""
     buffer = ctypes.create_string_buffer(512)

@@ -14,6 +14,7 @@ from s2moe.engine.messages import (
     ExpertPhase,
     ExpertUse,
     GpuActivity,
+    GpuPhase,
     GpuSlots,
 )
 from s2moe.engine.native_experts import ExpertStats, Phase, SlotStats, Trigger
@@ -141,18 +142,24 @@ def _activity_between(before: ExpertStats, after: ExpertStats) -> ExpertActivity
 
 
 def _gpu_between(before: SlotStats, after: SlotStats) -> GpuActivity:
+    def phase(index: Phase) -> GpuPhase:
+        return GpuPhase(
+            demand=ExpertLoads(
+                n_loads=after.misses[index] - before.misses[index],
+                n_bytes=after.demand_bytes[index] - before.demand_bytes[index],
+            ),
+            requests=after.requests[index] - before.requests[index],
+            synchronizations=after.synchronizations[index] - before.synchronizations[index],
+        )
+
     return GpuActivity(
-        demand=ExpertLoads(
-            n_loads=_sum_of_growth(before.misses, after.misses),
-            n_bytes=after.demand_bytes - before.demand_bytes,
-        ),
+        prefill=phase(Phase.PREFILL),
+        decode=phase(Phase.DECODE),
         prefetch=ExpertLoads(
             n_loads=after.promotions - before.promotions,
             n_bytes=after.promoted_bytes - before.promoted_bytes,
         ),
         evictions=after.evictions - before.evictions,
-        requests=after.requests - before.requests,
-        synchronizations=after.synchronizations - before.synchronizations,
     )
 
 

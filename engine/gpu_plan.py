@@ -13,6 +13,9 @@ RESERVE_BYTES = 256 * MIB
 RESERVE_DIVISOR = 20
 """So many of the memory's parts stay free, if that is more."""
 
+WITHOUT_SLOTS = "give a smaller --ctx-size or --batch-size, or use --device cpu"
+"""What helps a model that needs more memory than there is."""
+
 
 class GpuMemoryError(Exception):
     """The model cannot be served from the GPU; the message says why and what to do."""
@@ -24,6 +27,29 @@ def free_budget(free_bytes: int, total_bytes: int) -> Budget:
     return Budget(max(0, free_bytes - reserve), "what the GPU has free")
 
 
+def activation_bytes(n_batch: int, n_expert_used: int, n_ff_expert: int, n_embd: int) -> int:
+    """What the experts of one layer hold between their matrices while n_batch tokens are computed: for each
+    token and each of its experts the outputs of gate and up and their product, [n_ff_expert] each, and then
+    the output of down, [n_embd] (some architectures keep the weighted input, as large, beside the first
+    three instead), in F32. Never more than three and one of them are live at once; layers share them."""
+    return n_batch * n_expert_used * (3 * n_ff_expert + n_embd) * 4
+
+
+@dataclass(frozen=True)
+class DenseNeeds:
+    """What the model takes of a GPU beside its experts. Bytes."""
+
+    weights_bytes: int
+    """Those that are not experts."""
+    kv_bytes: int
+    compute_bytes: int
+    """Buffers of intermediate results, those between the experts' matrices included."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
 @dataclass(frozen=True)
 class GpuPlan:
     """How a GPU's memory is divided. Bytes."""
@@ -31,15 +57,22 @@ class GpuPlan:
     name: str
     """Of the GPU, for people."""
     budget: Budget
-    fixed_bytes: int
-    """Weights that are not experts, KV cache, compute buffers."""
+    dense: DenseNeeds
     expert_bytes: int
     """All experts."""
     n_experts: int
     floor_bytes: int
     """The least capacity of slots, with those that hold zeros."""
-    all_gpus_bytes: int
-    """What may be taken of this GPU and all others, over which a model without slots is spread."""
+    gpu_bytes: tuple[int, ...]
+    """What may be taken of this GPU and of each other one: a model without slots is spread over them."""
+    piece_bytes: int
+    """The largest piece that is not divided among GPUs: a layer with its experts and its part of the KV
+    cache, or the matrix of the output."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Weights that are not experts, KV cache, compute buffers."""
+        return self.dense.n_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -47,9 +80,25 @@ class GpuPlan:
         return self.budget.n_bytes - self.fixed_bytes
 
     @property
+    def whole_bytes(self) -> int:
+        """What the model takes of all GPUs without slots. Each has compute buffers, and as pieces are not
+        divided, each but one may end with room for less than a piece. With equal GPUs that is exact: of T
+        bytes in pieces of P, the fullest of n GPUs has at most T/n + P(n-1)/n."""
+        more_bytes = (len(self.gpu_bytes) - 1) * (self.dense.compute_bytes + self.piece_bytes)
+        return self.fixed_bytes + self.expert_bytes + more_bytes
+
+    @property
     def holds_all(self) -> bool:
         """Whether all experts fit without slots."""
-        return self.fixed_bytes + self.expert_bytes <= self.all_gpus_bytes
+        return self.whole_bytes <= sum(self.gpu_bytes)
+
+    @property
+    def remedy(self) -> str:
+        """For a model that has no room as a whole after all."""
+        if not self.fits:
+            return WITHOUT_SLOTS
+        most = show_flag(self.budget.n_bytes, up=False)
+        return f"give --vram-budget {most} or less, so that experts come from slots; or {WITHOUT_SLOTS}"
 
     @property
     def capacity_bytes(self) -> int:
@@ -78,7 +127,7 @@ class GpuPlan:
             f"{what} gives {show(self.budget.n_bytes)} of {self.name}, but at least "
             f"{show(needed, up=True)} are needed: {show(self.fixed_bytes)} for the model without its "
             f"experts, its KV cache and its buffers + {show(self.floor_bytes)} for the experts of one layer; "
-            f"{more}, or a smaller --ctx-size or --batch-size, or use --device cpu"
+            f"{more}, or {WITHOUT_SLOTS}"
         )
 
     def limited_to(self, slots_bytes: int) -> GpuPlan:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from s2moe.engine.device import Device
 from s2moe.engine.errors import EngineStartError
-from s2moe.engine.gpu_plan import GpuMemoryError, GpuPlan, free_budget
+from s2moe.engine.gpu_plan import DenseNeeds, GpuMemoryError, GpuPlan, free_budget
 from s2moe.engine.memory import Budget
 from s2moe.engine.messages import Configure
 from s2moe.engine.native import Library, NativeError
@@ -40,11 +40,12 @@ def plan_gpu(
     layout: ModelLayout,
     machine_budget: Budget,
     *,
-    fixed_bytes: int,
+    dense: DenseNeeds,
+    output_bytes: int,
     floor_bytes: int,
 ) -> GpuPlan:
-    """For the first GPU. `machine_budget` counts where that shares the machine's memory. `fixed_bytes`: what
-    the model takes there without its experts; `floor_bytes`: what slots need at least.
+    """For the first GPU. `machine_budget` counts where that shares the machine's memory. `output_bytes`: at
+    most, of the matrix that gives the logits; `floor_bytes`: what slots need at least.
 
     Raises EngineStartError.
     """
@@ -78,18 +79,30 @@ def plan_gpu(
     return GpuPlan(
         name=gpu.name,
         budget=budget,
-        fixed_bytes=fixed_bytes,
+        dense=dense,
         expert_bytes=layout.expert_bytes,
         n_experts=layout.n_experts_total,
         floor_bytes=floor_bytes,
-        all_gpus_bytes=sum(each.n_bytes for each in budgets),
+        gpu_bytes=tuple(each.n_bytes for each in budgets),
+        piece_bytes=max(_layer_bytes(layout, dense), min(output_bytes, dense.weights_bytes)),
     )
+
+
+def _layer_bytes(layout: ModelLayout, dense: DenseNeeds) -> int:
+    """Of the largest layer, with its part of the KV cache."""
+    experts_bytes = max(each.n_floor_slots * each.slot_bytes for each in layout.classes)
+    return experts_bytes + (dense.weights_bytes + dense.kv_bytes) // layout.n_layer
+
+
+def may_lie_whole(configure: Configure, plan: GpuPlan) -> bool:
+    """Whether there is room for all experts and nothing asks for slots."""
+    return plan.holds_all and not _given(configure, _CACHE_FLAGS)
 
 
 def wants_slots(configure: Configure, plan: GpuPlan) -> bool:
     """Whether experts come from slots, instead of all lying on the GPU. Raises EngineStartError where they
     must and cannot."""
-    if plan.holds_all and not _given(configure, _CACHE_FLAGS):
+    if may_lie_whole(configure, plan):
         return False
     _refuse(configure, ("--expert-policy", "--expert-trace"), "with slots for experts on a GPU")
     try:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from s2moe.engine.contexts import DEFAULT_N_BATCH, ContextMaker, Contexts
+from s2moe.engine.contexts import DEFAULT_N_BATCH, ContextMaker, Contexts, expert_width
 from s2moe.engine.device import ON_CPU, Device
 from s2moe.engine.embedding import may_name_pooling
 from s2moe.engine.errors import EngineStartError
-from s2moe.engine.gpu_plan import GpuPlan
+from s2moe.engine.gpu_plan import WITHOUT_SLOTS, DenseNeeds, GpuPlan, activation_bytes
 from s2moe.engine.gpu_slots import (
     NO_DRAFT_CONTEXT,
     allocate_slots,
+    may_lie_whole,
     plan_gpu,
     refuse_cache_options,
     wants_slots,
@@ -108,6 +109,8 @@ class Loader:
         self._path = configure.model_path
         self._gpu_plan: GpuPlan | None = None
         """None: there are no slots for experts on a GPU."""
+        self._whole_remedy = WITHOUT_SLOTS
+        """Where a GPU has no room for the model as a whole."""
         self._gpu_batch = MAX_BATCH_TOKENS
         """The largest micro-batch whose buffers leave room for slots on a GPU."""
 
@@ -117,7 +120,8 @@ class Loader:
             on_progress("plan", 0.0)
             self._gpu_plan = self._plan_gpu()
             if self._gpu_plan is None:
-                return self._load_whole(on_progress)
+                with self._remedy_for_memory():
+                    return self._load_whole(on_progress)
         return self._load_planned(on_progress, on_plan)
 
     def _load_whole(self, on_progress: Progress) -> LoadedModel:
@@ -125,7 +129,7 @@ class Loader:
         on_progress("model", 0.0)
         handle = self._load_model(self._model_params(None), on_progress)
         try:
-            contexts = self._contexts.create(handle, self._contexts.n_batch)
+            contexts = self._contexts.create(handle, min(self._contexts.n_batch, self._gpu_batch))
             return LoadedModel(
                 *(self._llama_cpp, handle, contexts, self._contexts.speculation(handle)),
                 gives_embeddings=self._contexts.gives_embeddings(handle),
@@ -133,6 +137,20 @@ class Loader:
         except EngineStartError:
             self._llama_cpp.llama_model_free(handle)
             raise
+
+    @contextlib.contextmanager
+    def _remedy_for_memory(self) -> Iterator[None]:
+        """Names what helps where memory runs out although the plan had enough."""
+        try:
+            yield
+        except EngineStartError as error:
+            if not self._log.ran_out_of_memory:
+                raise
+            raise EngineStartError(
+                "insufficient_memory",
+                f"memory ran out while all of {self._path} was loaded onto the GPU: {self._log.explain('')}; "
+                f"{self._whole_remedy}",
+            ) from error
 
     def plan(self, experts: Experts | None) -> MemoryPlan:
         """What loading would take, without loading anything. Raises EngineStartError, but not for a budget
@@ -265,20 +283,40 @@ class Loader:
                 while True:
                     plan = plan_gpu(
                         *(self._library, self._device, self._configure, self._layout, self._budget()),
-                        fixed_bytes=self._simulated_memory(handle, n_batch).gpu_bytes,
+                        dense=self._dense_needs(handle, n_batch),
+                        output_bytes=self._output_bytes(handle),
                         floor_bytes=experts.device_floor_bytes,
                     )
-                    if plan.fits or self._configure.n_batch or n_batch <= MIN_BATCH_TOKENS:
+                    if plan.fits or may_lie_whole(self._configure, plan):
+                        break
+                    if self._configure.n_batch or n_batch <= MIN_BATCH_TOKENS:
                         break
                     n_batch = max(MIN_BATCH_TOKENS, n_batch // 2)
         finally:
             experts.close()
         self._gpu_batch = n_batch
         if not wants_slots(self._configure, plan):
+            self._whole_remedy = plan.remedy
             return None
         if has_draft_context:
             raise EngineStartError(*NO_DRAFT_CONTEXT)
         return plan
+
+    def _dense_needs(self, handle: Any, n_batch: int) -> DenseNeeds:
+        """Of a GPU, with what the simulated contexts lack, which compute experts on the CPU."""
+        memory = self._simulated_memory(handle, n_batch)
+        width, n_embd = expert_width(self._llama_cpp, handle), self._llama_cpp.llama_model_n_embd(handle)
+        between_bytes = activation_bytes(n_batch, self._layout.n_expert_used, width, n_embd)
+        return DenseNeeds(
+            memory.gpu_weights_bytes, memory.gpu_kv_bytes, memory.gpu_compute_bytes + between_bytes
+        )
+
+    def _output_bytes(self, handle: Any) -> int:
+        """Of the matrix that gives the logits, in the largest type that is usual."""
+        llama_cpp = self._llama_cpp
+        n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(handle))
+        n_embd: int = llama_cpp.llama_model_n_embd(handle)
+        return 2 * n_vocab * n_embd
 
     @property
     def _shares_memory(self) -> bool:

@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 LOAD_DURATION_BOUNDS_SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
@@ -598,18 +598,26 @@ class ExpertLoads(Message, frozen=True, tag=True):
     n_bytes: int = 0
 
 
-class GpuActivity(Message, frozen=True, tag=True):
-    """What slots on a GPU cost: increments."""
+class GpuPhase(Message, frozen=True, tag=True):
+    """Increments of what slots on a GPU cost by phase."""
 
     demand: ExpertLoads = ExpertLoads()
     """Experts that were copied into slots while the GPU waited."""
-    prefetch: ExpertLoads = ExpertLoads()
-    """Experts that were copied beside its computation."""
-    evictions: int = 0
     requests: int = 0
     """Layers for which the GPU waited for the host."""
     synchronizations: int = 0
-    """Times that the host waited for the GPU, but for the results of decodes."""
+    """Times that the host waited for the GPU: one for each decode's end, and those of the tables and of the
+    gate."""
+
+
+class GpuActivity(Message, frozen=True, tag=True):
+    """What slots on a GPU cost: increments."""
+
+    prefill: GpuPhase = GpuPhase()
+    decode: GpuPhase = GpuPhase()
+    prefetch: ExpertLoads = ExpertLoads()
+    """Experts that were copied beside its computation."""
+    evictions: int = 0
 
 
 class ExpertActivity(Message, frozen=True, tag=True):

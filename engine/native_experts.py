@@ -108,11 +108,11 @@ class SlotStats(ctypes.Structure):
         ("prefetched", c_uint64 * N_PHASES),
         ("host_misses", c_uint64 * N_PHASES),
         ("promotions", c_uint64),
-        ("demand_bytes", c_uint64),
+        ("demand_bytes", c_uint64 * N_PHASES),
         ("promoted_bytes", c_uint64),
-        ("requests", c_uint64),
+        ("requests", c_uint64 * N_PHASES),
         ("wait_seconds", c_double * N_PHASES),
-        ("synchronizations", c_uint64),
+        ("synchronizations", c_uint64 * N_PHASES),
         ("evictions", c_uint64),
         ("resident_experts", c_uint64),
         ("resident_bytes", c_uint64),
@@ -125,11 +125,11 @@ class SlotStats(ctypes.Structure):
     prefetched: Sequence[int]
     host_misses: Sequence[int]
     promotions: int
-    demand_bytes: int
+    demand_bytes: Sequence[int]
     promoted_bytes: int
-    requests: int
+    requests: Sequence[int]
     wait_seconds: Sequence[float]
-    synchronizations: int
+    synchronizations: Sequence[int]
     evictions: int
     resident_experts: int
     resident_bytes: int
@@ -201,10 +201,6 @@ class ContextMemory(ctypes.Structure):
     gpu_weights_bytes: int
     gpu_kv_bytes: int
     gpu_compute_bytes: int
-
-    @property
-    def gpu_bytes(self) -> int:
-        return self.gpu_weights_bytes + self.gpu_kv_bytes + self.gpu_compute_bytes
 
     def share(self) -> None:
         """Counts what lies in the memory of a GPU as the machine's, which it is there."""

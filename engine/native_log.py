@@ -23,6 +23,11 @@ _EXPECTED = (
     "unsupported grammar, left recursion detected",
 )
 """What llama.cpp says when a decode is aborted, or a client's grammar is wrong: ordinary events here."""
+_NO_MEMORY = (
+    *("out of memory", "unable to allocate", "failed to allocate"),
+    *("Cannot allocate memory", "std::bad_alloc"),
+)
+"""What it says where there is none left, on a GPU or in the machine."""
 _NO_GPU = "failed to initialize CUDA"
 """What it says where it was built with CUDA and finds no GPU."""
 
@@ -53,6 +58,12 @@ class NativeLog:
             with self._lock:
                 self.errors.append(line)
         logger.log(logging.DEBUG if is_expected else _LOG_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether a remembered error says so."""
+        with self._lock:
+            return any(words in line for line in self.errors for words in _NO_MEMORY)
 
     def explain(self, default: str) -> str:
         """The oldest remembered error, which is usually the cause; later ones only report the failure."""

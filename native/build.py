@@ -94,8 +94,7 @@ def build(variant: str, defines: dict[str, str], folder: Path, target: str | Non
 
 
 def _build(variant: str, defines: dict[str, str], folder: Path, target: str | None) -> Path:
-    strict = "ON" if os.environ.get("CI") else "OFF"
-    settings = {"S2MOE_STRICT": strict, **VARIANT_DEFINES[variant], **defines}
+    settings = {**VARIANT_DEFINES[variant], **defines}
     # PYTHONHOME and virtual environments do not matter: prepare.py needs the standard library and pip only
     configure = ["cmake", "-S", str(NATIVE_DIR), "-B", str(folder), f"-DPython3_EXECUTABLE={sys.executable}"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]

@@ -12,8 +12,10 @@ from s2moe.engine.messages import (
     EngineStats,
     ExpertActivity,
     ExpertCache,
+    ExpertLoads,
     ExpertPhase,
     GpuActivity,
+    GpuPhase,
 )
 from s2moe.server.bucket_histogram import BucketHistogram
 
@@ -40,6 +42,7 @@ class ExpertMetrics:
         self._namespace = namespace
         self._registry = registry
         self._build_cache()
+        self._build_gpu()
         self._build_memory()
 
     def _build_cache(self) -> None:
@@ -93,16 +96,6 @@ class ExpertMetrics:
             ),
             "capacity_bytes": self._gauge("expert_cache_capacity_bytes", "Bytes of all slots", tier),
         }
-        self._gpu_evictions = self._counter(
-            "gpu_slot_evictions_total", "Experts evicted from the slots of a GPU"
-        )
-        self._gpu_requests = self._counter(
-            "gpu_host_requests_total", "Layers for which a GPU waited until the host had fetched experts"
-        )
-        self._gpu_synchronizations = self._counter(
-            "gpu_synchronizations_total",
-            "Times that the host waited for a GPU on behalf of its slots, results of decodes not counted",
-        )
         self._info = Gauge(
             "expert_cache_info",
             "How experts are read, and why not in the preferred way; 1 once it is known",
@@ -111,6 +104,25 @@ class ExpertMetrics:
             registry=self._registry,
         )
         self._info_shown: tuple[str, str, str] | None = None
+
+    def _build_gpu(self) -> None:
+        by_phase = {"phase": PHASES}
+        self._gpu_evictions = self._counter(
+            "gpu_slot_evictions_total", "Experts evicted from the slots of a GPU"
+        )
+        self._gpu_demand_bytes = self._counter(
+            "gpu_demand_bytes_total", "Bytes of experts copied into slots while a GPU waited", by_phase
+        )
+        self._gpu_requests = self._counter(
+            "gpu_host_requests_total",
+            "Layers for which a GPU waited until the host had fetched experts",
+            by_phase,
+        )
+        self._gpu_synchronizations = self._counter(
+            "gpu_synchronizations_total",
+            "Times that the host waited for a GPU: the ends of decodes, the tables of slots, the gate",
+            by_phase,
+        )
 
     def _build_memory(self) -> None:
         by_pool = {"pool": MEMORY_POOLS, "device": MEMORY_DEVICES}
@@ -171,12 +183,18 @@ class ExpertMetrics:
         self._add_gpu(activity.gpu)
 
     def _add_gpu(self, activity: GpuActivity) -> None:
-        for trigger, loads in (("demand", activity.demand), ("prefetch", activity.prefetch)):
-            self._loads.labels(_COPIED, trigger).inc(loads.n_loads)
-            self._load_bytes.labels(_COPIED, trigger).inc(loads.n_bytes)
+        self._add_copies("prefetch", activity.prefetch)
         self._gpu_evictions.inc(activity.evictions)
-        self._gpu_requests.inc(activity.requests)
-        self._gpu_synchronizations.inc(activity.synchronizations)
+        for phase in PHASES:
+            share: GpuPhase = getattr(activity, phase)
+            self._add_copies("demand", share.demand)
+            self._gpu_demand_bytes.labels(phase).inc(share.demand.n_bytes)
+            self._gpu_requests.labels(phase).inc(share.requests)
+            self._gpu_synchronizations.labels(phase).inc(share.synchronizations)
+
+    def _add_copies(self, trigger: str, loads: ExpertLoads) -> None:
+        self._loads.labels(_COPIED, trigger).inc(loads.n_loads)
+        self._load_bytes.labels(_COPIED, trigger).inc(loads.n_bytes)
 
     def _add_phase(self, phase: str, activity: ExpertPhase) -> None:
         self._lookups.labels("hit", phase).inc(activity.hits)

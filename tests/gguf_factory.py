@@ -17,7 +17,7 @@ import numpy.typing as npt
 from random_blocks import K_QUANTS, random_blocks
 
 FloatArray = npt.NDArray[np.float32]
-WeightType = Literal["F32", "F16", "Q8_0", "Q4_0"]
+WeightType = Literal["F32", "F16", "BF16", "Q8_0", "Q4_0"]
 Gating = Literal["softmax", "sigmoid", "softmax_weight"]
 
 CHATML = (

@@ -17,7 +17,9 @@ namespace s2moe {
 
 namespace {
 
-constexpr uint64_t unified_piece_bytes = uint64_t{1} << 30; // larger ones fail on some releases of Jetson's Linux
+// Larger pieces fail on some releases of Jetson's Linux, ggml's kernels count elements and blocks of quantized ones in
+// 32 bits, and start blocks of threads for each matrix of a stack.
+constexpr uint64_t piece_limit = uint64_t{1} << 30;
 constexpr int fetch_threads = 256;
 constexpr int fetch_blocks_per_processor = 2;
 
@@ -51,7 +53,7 @@ class cuda_device final : public device_memory {
         return unified;
     }
     uint64_t piece_bytes() const override {
-        return unified ? unified_piece_bytes : UINT64_MAX / 2;
+        return piece_limit;
     }
     memory allocate(uint64_t n_bytes) override;
     memory allocate_shared(uint64_t n_bytes) override;
@@ -61,7 +63,7 @@ class cuda_device final : public device_memory {
     void copy(std::byte * to, const std::byte * from, uint64_t n_bytes) override;
     uint64_t mark() override;
     bool passed(uint64_t mark) override;
-    std::string problem() override;
+    void finish_copies() noexcept override;
     std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) override {
         return create_cuda_gate(device, n_layer, n_expert, n_ids);
     }
@@ -91,11 +93,10 @@ class cuda_device final : public device_memory {
     int n_fetch_blocks = 0;
     bool unified = false;
     std::string label;
+    memory marked;  // the last mark that has been passed; kernels on `side` write it
     stream control; // for write()
     stream side;    // for copy()
-    memory marked;  // the last mark that has been passed
     uint32_t n_marks = 0;
-    std::atomic<int> launch_error = cudaSuccess;
 };
 
 cuda_device::cuda_device(int device_in) : device(device_in) {
@@ -135,15 +136,14 @@ void cuda_device::on_host(ggml_tensor * dst, int ith, int, void * userdata) {
 void cuda_device::on_device(ggml_tensor * dst, CUstream_st * stream, void * userdata) {
     const auto & layer = *static_cast<const llama_moe_slot_layer *>(userdata);
     const auto & tier = *static_cast<const device_tier *>(layer.owner);
-    auto & self = static_cast<cuda_device &>(tier.memory());
+    const auto & self = static_cast<const cuda_device &>(tier.memory());
     const remap_call call = tier.call_of(dst, layer);
     const int n_wanted = std::max(call.n_expert, call.n_ids * call.n_tokens);
     const int n_warps = std::min(max_warps, (n_wanted + warp_size - 1) / warp_size);
     remap_kernel<<<1, n_warps * warp_size, 0, stream>>>(tier.kernel_state(), call);
     fetch_kernel<<<self.n_fetch_blocks, fetch_threads, 0, stream>>>(tier.kernel_state());
-    if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
-        self.launch_error.store(status);
-    }
+    // ggml asks for errors after each operation: what cannot be started ends the process, before anything is computed
+    // from ids that nobody wrote
 }
 
 device_memory::memory cuda_device::allocate(uint64_t n_bytes) {
@@ -210,6 +210,7 @@ uint64_t cuda_device::mark() {
     const device_scope scope(device);
     mark_kernel<<<1, 1, 0, side.get()>>>(reinterpret_cast<uint32_t *>(marked.get()), ++n_marks);
     check_cuda(cudaGetLastError(), "mark_kernel");
+    (void)cudaStreamQuery(side.get()); // some drivers keep work back until they are asked
     return n_marks;
 }
 
@@ -218,9 +219,8 @@ bool cuda_device::passed(uint64_t mark) {
     return last.load(std::memory_order_acquire) >= mark;
 }
 
-std::string cuda_device::problem() {
-    const auto status = static_cast<cudaError_t>(launch_error.exchange(cudaSuccess));
-    return status == cudaSuccess ? "" : std::string("remap_kernel: ") + cudaGetErrorString(status);
+void cuda_device::finish_copies() noexcept {
+    (void)cudaStreamSynchronize(side.get());
 }
 
 } // namespace

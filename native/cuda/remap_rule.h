@@ -71,7 +71,7 @@ struct remap_call {
     int32_t n_expert = 0; // of this layer
     int32_t n_ids = 0;    // experts per token
     int32_t n_tokens = 0;
-    int32_t zero_slot = 0;           // holds matrices of zeros
+    int32_t zero_slot = 0;           // the first of n_ids that hold matrices of zeros
     const std::byte * ids = nullptr; // I32 [n_tokens][n_ids]
     size_t id_stride = 0;
     size_t token_stride = 0;
@@ -139,7 +139,8 @@ remap_layer(lanes_type & lanes, const remap_state & state, const remap_call & ca
     lanes.each(n, [&](int i) {
         const int32_t id = call.id(i / call.n_ids, i % call.n_ids);
         const bool known = id >= 0 && id < call.n_expert;
-        call.slots[i] = known && table[id] >= 0 ? table[id] : call.zero_slot;
+        // of one token no two are the same, as ggml's kernels want it
+        call.slots[i] = known && table[id] >= 0 ? table[id] : call.zero_slot + i % call.n_ids;
     });
 }
 

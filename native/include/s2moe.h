@@ -299,15 +299,16 @@ S2MOE_API int32_t s2moe_experts_device(const s2moe_experts * experts, char ** de
  * in s2moe_expert_stats, which has the same figures then. */
 struct s2moe_device_stats {
     uint64_t hits[S2MOE_N_PHASES];
-    uint64_t misses[S2MOE_N_PHASES];      /* lookups for which the GPU waited while the expert was fetched */
-    uint64_t prefetched[S2MOE_N_PHASES];  /* that found it on its way; a prediction that has arrived is a hit */
-    uint64_t host_misses[S2MOE_N_PHASES]; /* of the misses: those that the host's memory had not got either */
-    uint64_t promotions;                  /* experts copied beside its computation */
-    uint64_t demand_bytes;                /* copied while the GPU waited */
-    uint64_t promoted_bytes;              /* copied beside its computation */
-    uint64_t requests;                    /* layers for which it waited for the host */
-    double wait_seconds[S2MOE_N_PHASES];  /* for how long */
-    uint64_t synchronizations;            /* times the host waited for the GPU on the tier's behalf */
+    uint64_t misses[S2MOE_N_PHASES];       /* lookups for which the GPU waited while the expert was fetched */
+    uint64_t prefetched[S2MOE_N_PHASES];   /* that found it on its way; a prediction that has arrived is a hit */
+    uint64_t host_misses[S2MOE_N_PHASES];  /* of the misses: those that the host's memory had not got either */
+    uint64_t promotions;                   /* experts copied beside its computation */
+    uint64_t demand_bytes[S2MOE_N_PHASES]; /* copied while the GPU waited */
+    uint64_t promoted_bytes;               /* copied beside its computation */
+    uint64_t requests[S2MOE_N_PHASES];     /* layers for which it waited for the host */
+    double wait_seconds[S2MOE_N_PHASES];   /* for how long */
+    /* times the host waited for the GPU: one for each decode's end, and those of the tables and of the gate */
+    uint64_t synchronizations[S2MOE_N_PHASES];
     uint64_t evictions;
     uint64_t resident_experts; /* gauge */
     uint64_t resident_bytes;   /* gauge */

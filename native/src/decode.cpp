@@ -1,6 +1,7 @@
 #include "decode.h"
 
 #include <cmath>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,25 @@ expert_cache * experts_of(llama_context * ctx) {
     return cache_of(llama_moe_model_expert_tensor(llama_get_model(ctx)));
 }
 
+// Returns what llama_decode() does, or throws what it or the experts do; in any case nothing computes any more then.
+static int32_t decode_to_the_end(llama_context * ctx, const llama_batch & batch, expert_cache * experts) {
+    int32_t result = 0;
+    std::exception_ptr thrown;
+    try {
+        result = llama_decode(ctx, batch);
+    } catch (...) {
+        thrown = std::current_exception();
+    }
+    llama_synchronize(ctx); // a GPU may still compute, from slots that must stay as they are
+    if (experts != nullptr) {
+        experts->end_decode(); // its failure explains more than llama_decode's
+    }
+    if (thrown != nullptr) {
+        std::rethrow_exception(thrown);
+    }
+    return result;
+}
+
 void run_batch(llama_context * ctx,
                token_batch & batch,
                llama_pos first,
@@ -91,11 +111,7 @@ void run_batch(llama_context * ctx,
         experts->begin_decode(kind);
     }
     try {
-        const int32_t result = llama_decode(ctx, view);
-        llama_synchronize(ctx); // a GPU may still compute, from slots that must stay as they are
-        if (experts != nullptr) {
-            experts->end_decode(); // its failure explains more than llama_decode's
-        }
+        const int32_t result = decode_to_the_end(ctx, view, experts);
         if (result != 0) {
             throw_decode_failure(result, n_tokens);
         }

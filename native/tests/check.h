@@ -32,6 +32,13 @@ inline const char * test_model_path() {
     return path;
 }
 
+// A number of a JSON object without spaces.
+inline double number_in(const std::string & json, const std::string & key) {
+    const size_t at = json.find("\"" + key + "\":");
+    CHECK(at != std::string::npos);
+    return std::strtod(json.c_str() + at + key.size() + 3, nullptr);
+}
+
 // Another thread that throws a switch at any moment and takes it back, until end().
 class abort_storm {
   public:
@@ -79,10 +86,18 @@ struct test_model {
     explicit test_model(unloaded) {
     }
 
-    void load(const llama_model_params & model_params, uint32_t n_ctx, uint32_t n_batch, uint32_t n_sequences = 1) {
+    void load(llama_model_params model_params,
+              uint32_t n_ctx,
+              uint32_t n_batch,
+              uint32_t n_sequences = 1,
+              const char * path = test_model_path()) {
         llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
         llama_backend_init();
-        model.reset(llama_model_load_from_file(test_model_path(), model_params));
+        if (model_params.n_gpu_layers > 0) { // on the first GPU, however many there are
+            model_params.split_mode = LLAMA_SPLIT_MODE_NONE;
+            model_params.main_gpu = 0;
+        }
+        model.reset(llama_model_load_from_file(path, model_params));
         CHECK(model != nullptr);
         llama_context_params params = llama_context_default_params();
         params.n_ctx = n_ctx;

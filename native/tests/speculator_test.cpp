@@ -1,7 +1,6 @@
 // Speculative decoding of a stored model, also while other threads ask the cache and abort.
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <iterator>
@@ -108,22 +107,15 @@ void test_exact_steps_give_plain_tokens() {
     }
 }
 
-// Of a JSON object without spaces.
-double number(const std::string & json, const std::string & key) {
-    const size_t at = json.find("\"" + key + "\":");
-    CHECK(at != std::string::npos);
-    return std::strtod(json.c_str() + at + key.size() + 3, nullptr);
-}
-
 void test_gated_steps_keep_their_books() {
     const drafting_model m(0.3);
     for (const char * options : {R"({"preset": "balanced", "adaptive": false})", R"({"preset": "fast"})"}) {
         m.speculative(options);
         const std::string report = m.text_of([&](char ** text) { return s2moe_speculator_report(m.speculator, text); });
-        CHECK(number(report, "n_committed_rows") == n_answer);
-        CHECK(number(report, "n_biased_rows") > 0);
-        const double displaced = number(report, "displaced_weight");
-        CHECK(displaced > 0 && displaced <= number(report, "error_budget") * number(report, "n_token_layers"));
+        CHECK(number_in(report, "n_committed_rows") == n_answer);
+        CHECK(number_in(report, "n_biased_rows") > 0);
+        const double displaced = number_in(report, "displaced_weight");
+        CHECK(displaced > 0 && displaced <= number_in(report, "error_budget") * number_in(report, "n_token_layers"));
         const s2moe_committed_row * rows = nullptr;
         int32_t n_rows = 0;
         CHECK(s2moe_speculator_rows(m.speculator, &rows, &n_rows) == S2MOE_OK);

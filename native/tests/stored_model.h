@@ -13,10 +13,11 @@ struct stored_model : test_model {
                           uint32_t n_ctx = 128,
                           uint32_t n_sequences = 1,
                           bool repacks = true,
-                          int32_t n_gpu_layers = 0)
+                          int32_t n_gpu_layers = 0,
+                          const char * path = test_model_path())
         : test_model(unloaded{}) {
         int32_t status = 1;
-        experts = s2moe_experts_open(test_model_path(), options, &status);
+        experts = s2moe_experts_open(path, options, &status);
         CHECK(experts != nullptr && status == S2MOE_OK);
         llama_model_params params = llama_model_default_params();
         params.load_mode = LLAMA_LOAD_MODE_NONE;
@@ -24,7 +25,7 @@ struct stored_model : test_model {
         params.n_gpu_layers = n_gpu_layers;
         params.tensor_buft_overrides =
             static_cast<const llama_model_tensor_buft_override *>(s2moe_experts_overrides(experts));
-        load(params, n_ctx, 64, n_sequences);
+        load(params, n_ctx, 64, n_sequences, path);
         allocate(share);
     }
 

@@ -17,12 +17,13 @@ def an_answer(n_tokens: int, seconds: float) -> Answer:
 
 
 def test_line() -> None:
-    counts = Counts(lookups=1000, misses=100, copied_bytes=4e9, requests=40, synchronizations=20)
+    counts = Counts(lookups=1000, misses=100, copied_bytes=3.8e9, requests=38, synchronizations=19)
     answers = [an_answer(21, 2.0), an_answer(19, 1.8)]
     line = summarise("2GiB", "exact", answers, counts, token_bytes=1e9, off_speed=5.0)
     assert line.tokens_per_second == pytest.approx(10.0)
     assert line.ratio == pytest.approx(2.0)
     assert line.hit_rate == pytest.approx(0.9)
+    # the first token of each answer came with its prompt: 20 and 18 were decoded
     assert line.copied_bytes_per_token == pytest.approx(1e8)
     assert line.copied_gbps == pytest.approx(1.0)
     assert line.weights_gbps == pytest.approx(10.0)
@@ -31,16 +32,20 @@ def test_line() -> None:
     assert summarise("", "off", answers, counts, token_bytes=1, off_speed=0).ratio == 1
 
 
-def test_counts_are_differences() -> None:
+def test_counts_are_differences_of_what_decode_did() -> None:
     text = """
 s2moe_expert_cache_lookups_total{result="hit",phase="decode"} 30
 s2moe_expert_cache_lookups_total{result="miss",phase="decode"} 10
 s2moe_expert_cache_lookups_total{result="miss",phase="prefill"} 99
-s2moe_expert_cache_load_bytes_total{source="host",trigger="demand"} 5
+s2moe_expert_cache_load_bytes_total{source="host",trigger="demand"} 505
 s2moe_expert_cache_load_bytes_total{source="host",trigger="prefetch"} 6
 s2moe_expert_cache_load_bytes_total{source="disk",trigger="demand"} 1000
-s2moe_gpu_host_requests_total 3
-s2moe_gpu_synchronizations_total 4
+s2moe_gpu_demand_bytes_total{phase="prefill"} 500
+s2moe_gpu_demand_bytes_total{phase="decode"} 5
+s2moe_gpu_host_requests_total{phase="prefill"} 70
+s2moe_gpu_host_requests_total{phase="decode"} 3
+s2moe_gpu_synchronizations_total{phase="prefill"} 80
+s2moe_gpu_synchronizations_total{phase="decode"} 4
 """
     counts = Counts.of(Samples(text))
     assert counts == Counts(40, 10, 11, 3, 4)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from engine_rig import Chat, EngineProcess
+from fake_driver import build_driver
+from gpu_rig import Start, engines_on_played_gpus
 
 from s2moe.engine import messages as wire
 
@@ -26,6 +28,19 @@ def spawn() -> Iterator[Callable[[], EngineProcess]]:
         if engine.process.stderr is not None:
             engine.process.stderr.close()
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CUDA driver of any version, with any GPUs: see fake_driver.py."""
+    return build_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def start(driver: Path) -> Iterator[Start]:
+    """Starts engines whose GPUs the CPU plays."""
+    with engines_on_played_gpus(driver) as start_one:
+        yield start_one
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_rig import Chat, EngineProcess
-from fake_driver import ORIN, RTX_4090, build_driver, driver_environment
+from engine_rig import Chat
+from fake_driver import ORIN, RTX_4090
+from gpu_rig import MIB, QUESTION, Start, answer, last_cache, load, refusal
 
 from s2moe.engine import messages as wire
-from s2moe.engine.cuda_driver import CudaDevice
+from s2moe.engine.plan import show
 
 from undraftable_models import write_dense_model
 
-MIB = 1 << 20
 N_LAYERS, N_EXPERTS, N_USED = 30, 8, 2
-SLOTS_ENGINE = Path(__file__).with_name("slots_engine.py")
-QUESTION = ("user", "Tell me a long story about a river and the people who live beside it.")
-
-Start = Callable[..., EngineProcess]
+EXPERT_BYTES = 3 * 576 * 1536 * 18 // 32
+BETWEEN_BYTES = 512 * N_USED * (3 * 1536 + 576) * 4
+"""What experts that compute 512 tokens hold between their matrices."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,59 +28,9 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S2MOE_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("driver"))
-
-
-@pytest.fixture
-def start(driver: Path) -> Iterator[Start]:
-    engines: list[EngineProcess] = []
-
-    def start_one(
-        gpu: CudaDevice = RTX_4090, *, slots: str = "host", free_bytes: int = 100 * MIB
-    ) -> EngineProcess:
-        engine = EngineProcess(
-            program=(str(SLOTS_ENGINE), slots, str(free_bytes)),
-            environment={"LD_LIBRARY_PATH": str(driver.parent), **driver_environment([gpu])},
-        )
-        engines.append(engine)
-        return engine
-
-    yield start_one
-    for engine in engines:
-        engine.close()
-
-
-def load(engine: EngineProcess, model: Path, **options: object) -> wire.Ready:
-    ready = engine.load(model, device="cuda", n_ctx=512, **options)
-    assert isinstance(ready, wire.Ready), ready
-    return ready
-
-
-def refusal(engine: EngineProcess, model: Path, **options: object) -> wire.Fatal:
-    fatal = engine.load(model, device="cuda", n_ctx=512, **options)
-    assert isinstance(fatal, wire.Fatal)
-    return fatal
-
-
-def answer(engine: EngineProcess, **options: object) -> tuple[str, wire.Finished, list[wire.EngineStats]]:
-    engine.send(Chat(engine).request(QUESTION, max_tokens=40, **options))
-    received = engine.receive_until(wire.Finished, wire.Failed)
-    assert isinstance(received[-1], wire.Finished), received[-1]
-    text = "".join(each.content for each in received if isinstance(each, wire.Step))
-    return text, received[-1], [each for each in received if isinstance(each, wire.EngineStats)]
-
-
-def last_cache(stats: list[wire.EngineStats]) -> wire.ExpertCache:
-    cache = stats[-1].expert_cache
-    assert cache is not None
-    return cache
-
-
 def test_text_does_not_depend_on_slots(start: Start, tiny_model_path: Path) -> None:
     texts = set()
-    for slots, vram_bytes in (("host", 60 * MIB), ("host-unpinned", 100 * MIB), ("host", 400 * MIB)):
+    for slots, vram_bytes in (("host", 60 * MIB), ("host-unpinned", 100 * MIB), ("host", 500 * MIB)):
         engine = start(slots=slots, free_bytes=1 << 30)
         load(engine, tiny_model_path, vram_budget_bytes=vram_bytes)
         rounds = []
@@ -97,7 +46,7 @@ def test_text_does_not_depend_on_slots(start: Start, tiny_model_path: Path) -> N
         decode = finished.timings.decode_experts
         assert decode is not None
         assert decode.n_lookups == finished.timings.n_decode_steps * N_LAYERS * N_USED
-        if vram_bytes == 400 * MIB:
+        if vram_bytes == 500 * MIB:
             assert cache.gpu.capacity_experts == N_LAYERS * N_EXPERTS
             assert decode.n_misses == 0
         else:
@@ -127,12 +76,17 @@ def test_reports_agree(start: Start, tiny_model_path: Path) -> None:
     assert [each.kind for each in ready.model.devices] == ["cuda"]
     _, finished, stats = answer(engine)
     activities = [each.experts for each in stats if each.experts is not None]
-    gpu = [each.gpu for each in activities]
-    n_misses = sum(each.prefill.misses + each.decode.misses for each in activities)
-    assert sum(each.demand.n_loads for each in gpu) == n_misses > 0
-    assert 0 < sum(each.requests for each in gpu) <= n_misses
-    assert sum(each.demand.n_bytes for each in gpu) > n_misses * 100_000
-    assert sum(each.evictions for each in gpu) > 0
+    for phase in ("prefill", "decode"):
+        n_misses = sum(getattr(each, phase).misses for each in activities)
+        shares = [getattr(each.gpu, phase) for each in activities]
+        assert sum(each.demand.n_loads for each in shares) == n_misses > 0
+        assert sum(each.demand.n_bytes for each in shares) == n_misses * EXPERT_BYTES
+        assert 0 < sum(each.requests for each in shares) <= n_misses
+        # without drafts and the gate: the ends of decodes, and an upload before them at most
+        assert sum(each.synchronizations for each in shares) > 0
+    n_waits = sum(each.gpu.decode.synchronizations for each in activities)
+    assert finished.timings.n_decode_steps <= n_waits <= 2 * (finished.timings.n_decode_steps + 2)
+    assert sum(each.gpu.evictions for each in activities) > 0
     # the host's memory holds all: nothing is read twice
     assert sum(each.demand.n_loads for each in activities) <= N_LAYERS * N_EXPERTS
     stall = finished.timings.decode_experts.stall_seconds if finished.timings.decode_experts else 0
@@ -154,6 +108,43 @@ def test_failed_read_ends_the_answer_and_nothing_else(
     assert "restore the file" in failed.message
     assert chat.fail(QUESTION).code == failed.code
     assert engine.process.poll() is None
+
+
+@pytest.mark.parametrize(("n_batch", "n_tokens"), [(2048, 512), (64, 64)])
+def test_what_experts_hold_between_their_matrices_is_planned(
+    start: Start, tiny_model_path: Path, n_batch: int, n_tokens: int
+) -> None:
+    """Nothing else counts here, where weights and buffers are the CPU's. A context has 512 tokens."""
+    ready = load(start(free_bytes=1 << 30), tiny_model_path, vram_budget_bytes=150 * MIB, n_batch=n_batch)
+    assert ready.plan is not None
+    n_bytes = n_tokens * N_USED * (3 * 1536 + 576) * 4
+    assert any(f"model without experts, KV and buffers {show(n_bytes)}," in line for line in ready.plan.lines)
+
+
+def test_layers_are_not_divided_among_gpus(start: Start, tiny_model_path: Path) -> None:
+    """Two GPUs whose free memory together holds the model, but not when each has buffers and ends with room
+    for less than a layer."""
+    whole_bytes = N_LAYERS * N_EXPERTS * EXPERT_BYTES + BETWEEN_BYTES
+    more_bytes = N_EXPERTS * EXPERT_BYTES + BETWEEN_BYTES
+    for spare_bytes, fits in ((more_bytes // 2, False), (more_bytes + 2 * MIB, True)):
+        engine = start(RTX_4090, RTX_4090, free_bytes=256 * MIB + (whole_bytes + spare_bytes) // 2)
+        assert (load(engine, tiny_model_path).plan is None) == fits
+
+
+def test_whole_model_without_room_names_the_way_to_slots(start: Start, tiny_model_path: Path) -> None:
+    fatal = refusal(start(free_bytes=8 << 30, whole_room_bytes=64 * MIB), tiny_model_path)
+    assert fatal.code == "insufficient_memory"
+    assert "memory ran out" in fatal.message
+    n_mib = int(re.findall(r"give --vram-budget ([0-9]+)MiB or less", fatal.message)[0])
+    load(start(free_bytes=8 << 30), tiny_model_path, vram_budget_bytes=n_mib * MIB)
+
+
+def test_dense_model_without_room_is_not_sent_to_slots(start: Start, tmp_path: Path) -> None:
+    dense = write_dense_model(tmp_path / "dense.gguf")
+    fatal = refusal(start(free_bytes=8 << 30, whole_room_bytes=1), dense)
+    assert fatal.code == "insufficient_memory"
+    assert "--vram-budget" not in fatal.message
+    assert "--device cpu" in fatal.message
 
 
 def test_whole_model_where_it_fits(start: Start, tiny_model_path: Path) -> None:

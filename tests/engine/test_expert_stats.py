@@ -7,14 +7,25 @@ from fake_experts import FakeExperts
 
 from s2moe.engine import messages as wire
 from s2moe.engine.expert_stats import ActivityMeter, UseMeter, cache_gauges
-from s2moe.engine.native_experts import LOAD_BUCKETS, ExpertStats, Phase, Trigger
+from s2moe.engine.native_experts import LOAD_BUCKETS, ExpertStats, Phase, SlotStats, Trigger
 
 
 def totals(scale: int) -> ExpertStats:
     """Every field different, every one grown in proportion to `scale`."""
     stats = ExpertStats()
+    fill(stats, scale)
+    return stats
+
+
+def slot_totals(scale: int) -> SlotStats:
+    stats = SlotStats()
+    fill(stats, scale)
+    return stats
+
+
+def fill(stats: ExpertStats | SlotStats, scale: int) -> None:
     value = 0
-    for name, _ in ExpertStats._fields_:
+    for name, _ in stats._fields_:
         field = getattr(stats, name)
         if isinstance(field, int | float):
             value += 1
@@ -23,7 +34,6 @@ def totals(scale: int) -> ExpertStats:
             for index in range(len(field)):
                 value += 1
                 field[index] = value * scale
-    return stats
 
 
 def test_wire_and_library_agree_on_the_buckets() -> None:
@@ -69,6 +79,37 @@ def test_increments_add_up_to_the_totals() -> None:
     assert first == whole.read(totals(3))
     assert second == ActivityMeter().read(totals(7))
     assert meter.read(totals(10)) is None
+
+
+def test_slots_of_a_gpu_are_told_by_phase() -> None:
+    one = slot_totals(1)
+    activity = ActivityMeter().read(ExpertStats(), one)
+    assert activity is not None
+
+    def expected(phase: Phase) -> wire.GpuPhase:
+        return wire.GpuPhase(
+            demand=wire.ExpertLoads(n_loads=one.misses[phase], n_bytes=one.demand_bytes[phase]),
+            requests=one.requests[phase],
+            synchronizations=one.synchronizations[phase],
+        )
+
+    assert activity.gpu == wire.GpuActivity(
+        prefill=expected(Phase.PREFILL),
+        decode=expected(Phase.DECODE),
+        prefetch=wire.ExpertLoads(n_loads=one.promotions, n_bytes=one.promoted_bytes),
+        evictions=one.evictions,
+    )
+
+
+def test_increments_of_slots_add_up_to_the_totals() -> None:
+    meter = ActivityMeter()
+    meter.read(totals(1), slot_totals(3))
+    second = meter.read(totals(1), slot_totals(10))
+    assert second is not None
+    alone = ActivityMeter().read(ExpertStats(), slot_totals(7))
+    assert alone is not None
+    assert second.gpu == alone.gpu
+    assert meter.read(totals(1), slot_totals(10)) is None
 
 
 def test_gauges_alone_are_no_activity() -> None:

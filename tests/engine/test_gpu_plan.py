@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from s2moe.engine.gpu_plan import GpuMemoryError, GpuPlan, free_budget
+from s2moe.engine.gpu_plan import DenseNeeds, GpuMemoryError, GpuPlan, free_budget
 from s2moe.engine.memory import MIB, Budget
 
 GIB = 1 << 30
 PLAN = GpuPlan(
     name="RTX 4090",
     budget=Budget(22 * GIB, "what the GPU has free"),
-    fixed_bytes=4 * GIB,
+    dense=DenseNeeds(weights_bytes=2 * GIB, kv_bytes=GIB, compute_bytes=GIB),
     expert_bytes=60 * GIB,
     n_experts=6000,
     floor_bytes=GIB,
-    all_gpus_bytes=22 * GIB,
+    gpu_bytes=(22 * GIB,),
+    piece_bytes=2 * GIB,
 )
 
 
@@ -44,8 +45,36 @@ def test_no_more_slots_than_experts() -> None:
 
 
 def test_a_model_without_slots_may_lie_on_all_gpus() -> None:
-    assert replace(PLAN, all_gpus_bytes=64 * GIB).holds_all
-    assert not replace(PLAN, all_gpus_bytes=64 * GIB - 1).holds_all
+    assert replace(PLAN, gpu_bytes=(64 * GIB,)).holds_all
+    assert not replace(PLAN, gpu_bytes=(64 * GIB - 1,)).holds_all
+    # each further GPU has compute buffers of its own, and may end with room for less than a layer
+    assert replace(PLAN, gpu_bytes=(32 * GIB, 35 * GIB)).holds_all
+    assert not replace(PLAN, gpu_bytes=(32 * GIB, 35 * GIB - 1)).holds_all
+    assert replace(PLAN, gpu_bytes=(20 * GIB, 20 * GIB, 30 * GIB)).holds_all
+    assert not replace(PLAN, gpu_bytes=(20 * GIB, 20 * GIB, 30 * GIB - 1)).holds_all
+
+
+@pytest.mark.parametrize("n_gpus", [2, 3, 4])
+@pytest.mark.parametrize("n_layer", [5, 24, 48])
+def test_no_gpu_gets_more_layers_than_it_holds(n_gpus: int, n_layer: int) -> None:
+    """llama.cpp deals layers to equal GPUs in runs of floor or ceil(n_layer / n_gpus)."""
+    layer = 3 * GIB
+    plan = replace(
+        PLAN,
+        dense=DenseNeeds(weights_bytes=GIB * n_layer, kv_bytes=0, compute_bytes=GIB),
+        expert_bytes=2 * GIB * n_layer,
+        piece_bytes=layer,
+    )
+    needed = -(-n_layer // n_gpus) * layer + GIB
+    for gpu_bytes in range(needed - 2 * layer, needed + 2 * layer, GIB // 4):
+        if replace(plan, gpu_bytes=(gpu_bytes,) * n_gpus).holds_all:
+            assert gpu_bytes >= needed
+    assert replace(plan, gpu_bytes=(needed + layer,) * n_gpus).holds_all
+
+
+def test_remedy_for_a_model_that_has_no_room_as_a_whole() -> None:
+    assert "--vram-budget 22528MiB or less" in PLAN.remedy
+    assert "--vram-budget" not in replace(PLAN, budget=Budget(4 * GIB, "")).remedy
 
 
 def test_less_than_a_layer_is_refused() -> None:

@@ -82,3 +82,26 @@ def test_lack_of_a_gpu_is_an_error_only_where_one_was_asked_for(
         callback(GGML_LOG_LEVEL_ERROR, line, None)
     assert [record.levelno for record in caplog.records] == [level]
     assert ("CUDA" in log.explain("nothing known")) == needs_gpu
+
+
+@pytest.mark.parametrize(
+    ("line", "ran_out"),
+    [
+        (b"alloc_buffer: allocating 9000.00 MiB on device 1: cudaMalloc failed: out of memory\n", True),
+        (b"llama_model_load: error loading model: unable to allocate CUDA0 buffer\n", True),
+        (b"ggml_gallocr_reserve_n_impl: failed to allocate CUDA0 buffer of size 314572800\n", True),
+        (b"failed to initialize the context: failed to allocate buffer for kv cache\n", True),
+        (b"llama_model_load: error loading model: mmap failed: Cannot allocate memory\n", True),
+        (b"llama_model_load: error loading model: missing tensor 'output_norm.weight'\n", False),
+        (b"llama_model_load: error loading model: unknown model architecture: 'x'\n", False),
+    ],
+)
+def test_lack_of_memory_is_told_from_other_failures(line: bytes, ran_out: bool) -> None:
+    llama_cpp = FakeLlamaCpp()
+    log = NativeLog(llama_cpp)
+    assert not log.ran_out_of_memory
+    callback = llama_cpp.callback()
+    assert callback is not None
+    callback(GGML_LOG_LEVEL_ERROR, line, None)
+    callback(GGML_LOG_LEVEL_ERROR, b"llama_model_load_from_file_impl: failed to load model\n", None)
+    assert log.ran_out_of_memory == ran_out

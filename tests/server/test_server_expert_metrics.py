@@ -25,6 +25,7 @@ from s2moe.engine.messages import (
     Finished,
     Generate,
     GpuActivity,
+    GpuPhase,
     GpuSlots,
     MemoryPool,
     Timings,
@@ -59,11 +60,10 @@ ACTIVITY = ExpertActivity(
     prefetches_wasted=1,
     read_errors=2,
     gpu=GpuActivity(
-        demand=ExpertLoads(n_loads=3, n_bytes=30),
+        prefill=GpuPhase(demand=ExpertLoads(n_loads=1, n_bytes=10), requests=2, synchronizations=3),
+        decode=GpuPhase(demand=ExpertLoads(n_loads=2, n_bytes=20), requests=4, synchronizations=5),
         prefetch=ExpertLoads(n_loads=4, n_bytes=40),
         evictions=5,
-        requests=6,
-        synchronizations=7,
     ),
 )
 
@@ -98,6 +98,10 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
         "expert_cache_capacity_experts": tier,
         "expert_cache_resident_bytes": tier,
         "expert_cache_capacity_bytes": tier,
+        "gpu_slot_evictions_total": [{}],
+        "gpu_demand_bytes_total": phases,
+        "gpu_host_requests_total": phases,
+        "gpu_synchronizations_total": phases,
         "memory_budget_bytes": pools,
         "memory_used_bytes": pools,
         "memory_available_bytes": [{"device": "host"}],
@@ -165,8 +169,10 @@ async def test_each_increment_reaches_its_series(rig: ServerRig) -> None:
     found = await samples(rig)
     for name, labels, value in expected:
         assert found[(f"s2moe_expert_cache_{name}", tuple(sorted(labels.items())))] == value, (name, labels)
-    for name, value in (("slot_evictions", 10), ("host_requests", 12), ("synchronizations", 14)):
-        assert found[(f"s2moe_gpu_{name}_total", ())] == value
+    assert found[("s2moe_gpu_slot_evictions_total", ())] == 10
+    for phase, values in (("prefill", (20, 4, 6)), ("decode", (40, 8, 10))):
+        for name, value in zip(("demand_bytes", "host_requests", "synchronizations"), values, strict=True):
+            assert found[(f"s2moe_gpu_{name}_total", (("phase", phase),))] == value, (phase, name)
 
 
 async def test_slots_of_a_gpu_are_a_tier(rig: ServerRig) -> None:

@@ -5,6 +5,7 @@
 
 #include "device/memory.h"
 #include "device/tier.h"
+#include "error.h"
 #include "experts/barrier.h"
 #include "ggml-cpu.h"
 #include "remap_rule.h"
@@ -31,7 +32,7 @@ void map_ids(ggml_tensor * dst, int ith, int, void * userdata) {
 
 class host_device final : public device_memory {
   public:
-    explicit host_device(bool pins) : pins(pins) {
+    explicit host_device(host_abilities abilities) : abilities(abilities) {
     }
     const char * name() const override {
         return "CPU";
@@ -55,10 +56,11 @@ class host_device final : public device_memory {
     }
 
     const std::byte * pin(std::span<std::byte> area, std::string * reason) override {
-        if (!pins) {
+        if (abilities.n_pins == 0) {
             *reason = "it was told not to";
             return nullptr;
         }
+        --abilities.n_pins;
         return area.data();
     }
     void unpin(std::span<std::byte>) noexcept override {
@@ -68,6 +70,9 @@ class host_device final : public device_memory {
         release_to_others(); // to the threads that will compute
     }
     void copy(std::byte * to, const std::byte * from, uint64_t n_bytes) override {
+        if (abilities.n_copies_until-- == 0) {
+            throw failure(S2MOE_ERROR_INTERNAL, "it was told to fail a copy");
+        }
         std::memcpy(to, from, n_bytes);
         release_to_others();
     }
@@ -83,6 +88,8 @@ class host_device final : public device_memory {
         }
         return true;
     }
+    void finish_copies() noexcept override {
+    }
     std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) override {
         return create_host_gate(n_layer, n_expert, n_ids);
     }
@@ -92,15 +99,15 @@ class host_device final : public device_memory {
 
   private:
     static constexpr uint64_t piece_limit = 256 * 1024; // small models' stacks come in several pieces, too
-    const bool pins;
+    host_abilities abilities;
     uint64_t n_marks = 0;
     uint64_t n_asked = 0;
 };
 
 } // namespace
 
-std::unique_ptr<device_memory> create_host_device(bool pins) {
-    return std::make_unique<host_device>(pins);
+std::unique_ptr<device_memory> create_host_device(host_abilities abilities) {
+    return std::make_unique<host_device>(abilities);
 }
 
 } // namespace s2moe

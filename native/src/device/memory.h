@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -29,7 +30,7 @@ class device_memory {
     // Whether host and device share their memory.
     virtual bool is_unified() const = 0;
 
-    // The largest piece of memory to ask for at once.
+    // The largest piece of memory to ask for, or to pin, at once.
     virtual uint64_t piece_bytes() const = 0;
 
     using memory = std::unique_ptr<std::byte, std::function<void(std::byte *)>>;
@@ -50,11 +51,7 @@ class device_memory {
     virtual void copy(std::byte * to, const std::byte * from, uint64_t n_bytes) = 0;
     virtual uint64_t mark() = 0; // after the copies so far
     virtual bool passed(uint64_t mark) = 0;
-
-    // Why an operation of remap() could not be queued since the last call; "" if none failed.
-    virtual std::string problem() {
-        return "";
-    }
+    virtual void finish_copies() noexcept = 0; // what can be; between decodes
 
     // The gate on the same device.
     virtual std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) = 0;
@@ -64,9 +61,14 @@ class device_memory {
     virtual ggml_custom_op_t remap() const = 0;
 };
 
+// What the CPU in the place of a GPU can do.
+struct host_abilities {
+    int n_pins = INT_MAX;    // areas that pin() takes
+    int n_copies_until = -1; // a copy beside the computation that fails after so many; negative: none does
+};
+
 // The CPU in the place of a GPU: the same tier, protocol and rule, with ggml's plain CPU kernels. For tests.
-// pins: whether pin() works.
-std::unique_ptr<device_memory> create_host_device(bool pins);
+std::unique_ptr<device_memory> create_host_device(host_abilities abilities);
 
 // In builds with CUDA. device: its number. Throws failure if it cannot be used.
 std::unique_ptr<device_memory> create_cuda_device(int device);

@@ -44,8 +44,8 @@ std::vector<slot_group> groups_by_shape(const expert_layout & layout) {
     return groups;
 }
 
-uint64_t floor_bytes(const slot_group & group) {
-    return group.slot_bytes * (group.n_experts_per_layer + 1);
+uint64_t floor_bytes(const expert_layout & layout, const slot_group & group) {
+    return group.slot_bytes * (group.n_experts_per_layer + n_zeros(layout));
 }
 
 // A group's layers in n_pieces groups, which share n_slots in proportion to their experts; empty if one of them would
@@ -74,17 +74,18 @@ std::vector<slot_group> divided(const expert_layout & layout, const slot_group &
     return pieces;
 }
 
-// So that no stack takes more than piece_bytes, as far as each part still has slots for a whole layer. Each has a slot
+// So that no stack takes more than piece_bytes, as far as each part still has slots for a whole layer. Each has slots
 // of zeros, too: those of all but the first are paid from *spare_bytes, or come out of the slots.
 std::vector<slot_group>
 divide(const expert_layout & layout, const slot_group & group, uint64_t piece_bytes, uint64_t * spare_bytes) {
-    const uint64_t stack_bytes = largest_part_bytes(layout.layers[group.layers[0]]) * (group.n_slots + 1);
+    const uint64_t stack_bytes = largest_part_bytes(layout.layers[group.layers[0]]) * (group.n_slots + n_zeros(layout));
     const uint64_t n_wanted = (stack_bytes + piece_bytes - 1) / piece_bytes;
     int n_pieces = static_cast<int>(std::min<uint64_t>(n_wanted, group.layers.size()));
     for (; n_pieces > 1; --n_pieces) {
-        const uint64_t zeros_bytes = group.slot_bytes * (n_pieces - 1);
+        const int n_more = n_zeros(layout) * (n_pieces - 1);
+        const uint64_t zeros_bytes = group.slot_bytes * n_more;
         const bool pays = zeros_bytes <= *spare_bytes;
-        auto pieces = divided(layout, group, n_pieces, group.n_slots - (pays ? 0 : n_pieces - 1));
+        auto pieces = divided(layout, group, n_pieces, group.n_slots - (pays ? 0 : n_more));
         if (!pieces.empty()) {
             *spare_bytes -= pays ? zeros_bytes : 0;
             return pieces;
@@ -98,7 +99,7 @@ divide(const expert_layout & layout, const slot_group & group, uint64_t piece_by
 uint64_t slot_floor_bytes(const expert_layout & layout) {
     uint64_t sum = 0;
     for (const slot_group & group : groups_by_shape(layout)) {
-        sum += floor_bytes(group);
+        sum += floor_bytes(layout, group);
     }
     return sum;
 }
@@ -108,7 +109,7 @@ std::vector<slot_group> plan_slots(const expert_layout & layout, uint64_t capaci
     uint64_t floor = 0;
     uint64_t wanted = 0; // beyond the floor
     for (const slot_group & group : groups) {
-        floor += floor_bytes(group);
+        floor += floor_bytes(layout, group);
         wanted += group.slot_bytes * (group.n_experts - group.n_experts_per_layer);
     }
     if (capacity_bytes < floor) {

@@ -11,7 +11,8 @@
 
 namespace s2moe {
 
-// Layers that share slots: their experts' matrices have the same types and shapes.
+// Layers that share slots: their experts' matrices have the same types and shapes. Behind its slots every group has
+// n_zeros() that hold zeros.
 struct slot_group {
     std::vector<int> layers; // indices in expert_layout::layers
     uint64_t slot_bytes = 0; // of one expert
@@ -21,7 +22,7 @@ struct slot_group {
 };
 
 /*
- * As many slots as fit. Beside them every group has one that holds zeros.
+ * As many slots as fit, beside those of zeros.
  *
  *   piece_bytes  a stack of matrices takes at most as much, where a group can be divided for that: some drivers have no
  *                larger pieces of memory
@@ -29,6 +30,11 @@ struct slot_group {
  * Throws failure (S2MOE_ERROR_INVALID) when capacity_bytes is less than slot_floor_bytes().
  */
 std::vector<slot_group> plan_slots(const expert_layout & layout, uint64_t capacity_bytes, uint64_t piece_bytes);
+
+// As many as a token has experts: ggml's kernels want the ids of a token to differ.
+inline int n_zeros(const expert_layout & layout) {
+    return static_cast<int>(layout.n_expert_used);
+}
 
 // What one layer's experts of each shape take, with the slots of zeros.
 uint64_t slot_floor_bytes(const expert_layout & layout);

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "error.h"
 #include "json.h"
@@ -36,11 +37,11 @@ device_tier::device_tier(expert_cache & cache_in, std::unique_ptr<device_memory>
     cache.join(this);
     try {
         pin_cache();
+        server = std::thread([this] { serve(); });
     } catch (...) {
         leave_cache();
         throw;
     }
-    server = std::thread([this] { serve(); });
 }
 
 device_tier::~device_tier() {
@@ -58,6 +59,7 @@ device_tier::~device_tier() {
         }
         cache.unhold(each.entry);
     }
+    device->finish_copies(); // also those of launches that failed
     leave_cache();
 }
 
@@ -110,17 +112,16 @@ void device_tier::begin_decode(decode_kind next) {
 void device_tier::upload() {
     device->write(kernel_memory.get(), image.data(), image.size());
     is_stale = false;
-    ++totals.synchronizations;
+    ++n_uploads;
 }
 
 void device_tier::end_decode() {
     running.store(false, std::memory_order_release);
     const std::lock_guard lock(mutex);
-    if (const std::string problem = device->problem(); !problem.empty()) {
-        cache.fail(S2MOE_ERROR_INTERNAL, problem);
-    }
     slots.begin_pass();
+    const int n_waits = 1 + std::exchange(n_uploads, 0); // the decode's own, and those of uploads
     if (kind == decode_kind::draft) {
+        totals.synchronizations[S2MOE_PHASE_DECODE] += n_waits;
         return; // the target has not chosen these
     }
     int n_tokens = 0;
@@ -133,6 +134,7 @@ void device_tier::end_decode() {
     }
     const bool prompt = is_prompt(kind, n_tokens);
     const auto phase = prompt ? S2MOE_PHASE_PREFILL : S2MOE_PHASE_DECODE;
+    totals.synchronizations[phase] += n_waits;
     n_tokens_seen += prompt ? 1 : n_tokens;
     for (uint32_t entry = 0; entry < states.size(); ++entry) {
         const int32_t n_rows = state.n_rows[entry];
@@ -145,6 +147,11 @@ void device_tier::end_decode() {
             cache.note_uses(entry, n_rows);
         }
     }
+}
+
+void device_tier::note_synchronization() {
+    const std::lock_guard lock(mutex);
+    ++totals.synchronizations[S2MOE_PHASE_DECODE];
 }
 
 void device_tier::stats(s2moe_device_stats & result) const {
@@ -199,8 +206,8 @@ void device_tier::answer(uint32_t request) {
             cache.fail(S2MOE_ERROR_INTERNAL, error.what());
         }
     }
-    ++totals.requests;
     const auto phase = phase_of(kind, n_tokens_asked);
+    ++totals.requests[phase];
     totals.wait_seconds[phase] += std::chrono::duration<double>(steady::now() - begun).count();
     n_answered = request;
     std::atomic_ref<uint32_t>(mailbox.answer).store(request, std::memory_order_release);
@@ -218,12 +225,15 @@ void device_tier::fetch_layer() {
         if (mailbox.n_rows[e] == 0) {
             continue;
         }
-        if (slots.slot_of(static_cast<int>(entry)) < 0) {
+        const bool has_slot = slots.slot_of(static_cast<int>(entry)) >= 0;
+        if (has_slot) {
+            slots.claim(static_cast<int>(entry));
+        }
+        if (states[entry] == S2MOE_ABSENT) { // with a slot, too, where a copy beside the computation failed
             missing[e] = mailbox.n_rows[e];
             any = true;
             continue;
         }
-        slots.claim(static_cast<int>(entry));
         if (states[entry] == S2MOE_IN_FLIGHT) {
             await_flight(entry);
             change(entry);
@@ -261,7 +271,7 @@ void device_tier::fetch_missing(int layer, std::span<const int32_t> n_rows) {
         const auto entry = static_cast<uint32_t>(layer * n_expert + e);
         slots.note_use(
             static_cast<int>(entry), prompt ? prompt_weight * n_rows[e] / n_tokens_asked : n_rows[e], n_tokens_seen);
-        if (!place(entry)) {
+        if (slots.slot_of(static_cast<int>(entry)) < 0 && !place(entry)) {
             throw failure(S2MOE_ERROR_INTERNAL, "the GPU has fewer expert slots than this batch needs");
         }
         states[entry].store(S2MOE_RESIDENT, std::memory_order_relaxed);
@@ -270,7 +280,7 @@ void device_tier::fetch_missing(int layer, std::span<const int32_t> n_rows) {
             const uint64_t n_bytes = layer_of(entry).parts[part].bytes;
             mailbox.fetches[mailbox.n_fetches++] = {
                 reachable(data[e][part], n_bytes), slot_address(entry, part), n_bytes};
-            totals.demand_bytes += n_bytes;
+            totals.demand_bytes[phase] += n_bytes;
         }
         lookups[entry] = lookup::missed;
         ++totals.misses[phase];
@@ -368,7 +378,8 @@ void device_tier::launch(uint32_t entry, std::span<std::byte * const> parts) {
         flights.push_back({entry, device->mark()});
         ++totals.promotions;
     } catch (...) {
-        // parts may still be copied: slot and source stay as they are, and nobody uses them
+        // Parts may still be copied, so slot and source stay. Who needs the expert fetches it into the same slot: what
+        // is copied there twice is the same.
         slots.hold(static_cast<int>(entry));
         throw;
     }

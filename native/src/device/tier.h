@@ -52,6 +52,7 @@ class device_tier final : public upper_tier {
     void promote(std::span<const uint32_t> entries) override;
     void keep(std::span<const uint32_t> entries) override;
     void stats(s2moe_device_stats & result) const override;
+    void note_synchronization() override;
     std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert_in_layer, int n_ids) override {
         return device->create_gate(n_layer, n_expert_in_layer, n_ids);
     }
@@ -135,6 +136,7 @@ class device_tier final : public upper_tier {
     std::condition_variable woken;
     std::vector<std::byte> image;             // of kernel_memory between decodes
     bool is_stale = true;                     // the device has another one
+    int n_uploads = 0;                        // for this decode
     std::vector<std::atomic<uint8_t>> states; // enum s2moe_residency, by entry
     std::vector<lookup> lookups;              // of this decode, by entry
     std::vector<flight> flights;

@@ -25,8 +25,8 @@ void device_tier::make_stacks() {
         const slot_group & group = slots.group(g);
         auto & stack = stacks.emplace_back();
         for (const expert_part & part : cache.layout.layers[group.layers[0]].parts) {
-            ggml_tensor * tensor =
-                ggml_new_tensor_3d(tensors.get(), part.type, part.ne[0], part.ne[1], group.n_slots + 1);
+            ggml_tensor * tensor = ggml_new_tensor_3d(
+                tensors.get(), part.type, part.ne[0], part.ne[1], group.n_slots + n_zeros(cache.layout));
             ggml_backend_buffer_type_t type = device->slot_buffer_type();
             const size_t n_bytes = ggml_backend_buft_get_alloc_size(type, tensor);
             ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(type, n_bytes);
@@ -75,17 +75,23 @@ void device_tier::share_memory() {
     state.n_rows = reinterpret_cast<int32_t *>(shared.get() + sizeof(remap_mailbox));
 }
 
+// In pieces, as far as it goes: systems limit what may be pinned.
 void device_tier::pin_cache() {
-    bool is_whole = true;
-    for (const std::span<std::byte> each : cache.areas()) {
-        const std::byte * address = device->pin(each, &unpinned_reason);
-        is_whole &= address != nullptr;
-        if (address != nullptr) {
-            areas.push_back({each, address});
-            totals.pinned_bytes += each.size();
+    for (const slot_area & each : cache.areas()) {
+        // no expert lies in two pieces
+        const uint64_t n_slots = std::max<uint64_t>(1, device->piece_bytes() / each.slot_bytes);
+        for (uint64_t first = 0; first < each.bytes.size() && unpinned_reason.empty();
+             first += n_slots * each.slot_bytes) {
+            const auto piece =
+                each.bytes.subspan(first, std::min(n_slots * each.slot_bytes, each.bytes.size() - first));
+            const std::byte * address = device->pin(piece, &unpinned_reason);
+            if (address != nullptr) {
+                areas.push_back({piece, address});
+                totals.pinned_bytes += piece.size();
+            }
         }
     }
-    if (!is_whole) {
+    if (!unpinned_reason.empty()) {
         for (const slot_class & each : cache.layout.classes) {
             staging_bytes = std::max(staging_bytes, each.slot_bytes * each.n_experts_per_layer);
         }

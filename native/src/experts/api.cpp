@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <map>
 #include <memory>
 #include <new>
 #include <span>
@@ -14,6 +15,7 @@
 #include "error.h"
 #include "json.h"
 #include "llama-ext.h"
+#include "llama-moe.h"
 #include "llama.h"
 #include "matmul.h"
 #include "s2moe.h"
@@ -84,9 +86,15 @@ bool is_gpu(ggml_backend_dev_t device) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-std::unique_ptr<s2moe::device_memory> create_device(const std::string & name) {
-    if (name == "host" || name == "host-unpinned") {
-        return s2moe::create_host_device(name == "host");
+// The device for slots of the context's experts: "cuda:N", or for tests the CPU, with what it cannot do in its name.
+std::unique_ptr<s2moe::device_memory> create_device(const std::string & name,
+                                                    [[maybe_unused]] const llama_context * ctx) {
+    static const std::map<std::string, s2moe::host_abilities> hosts = {{"host", {}},
+                                                                       {"host-unpinned", {.n_pins = 0}},
+                                                                       {"host-part-pinned", {.n_pins = 1}},
+                                                                       {"host-failed-copy", {.n_copies_until = 1}}};
+    if (const auto host = hosts.find(name); host != hosts.end()) {
+        return s2moe::create_host_device(host->second);
     }
     static const std::string cuda = "cuda:";
     int number = -1;
@@ -97,7 +105,14 @@ std::unique_ptr<s2moe::device_memory> create_device(const std::string & name) {
         throw failure(S2MOE_ERROR_INVALID, "device is \"" + name + "\"; it must be \"cuda:N\"");
     }
 #if S2MOE_CUDA_ENABLED
-    return s2moe::create_cuda_device(number);
+    auto created = s2moe::create_cuda_device(number);
+    if (const int32_t computes = llama_moe_gpu(ctx); computes != number) {
+        throw failure(S2MOE_ERROR_INVALID,
+                      "device is \"" + name + "\", but the context computes on " +
+                          (computes < 0 ? "no or several GPUs" : "cuda:" + std::to_string(computes)) +
+                          "; load the model with split_mode none and that GPU as main_gpu");
+    }
+    return created;
 #else
     throw failure(S2MOE_ERROR_UNSUPPORTED, "this build has no CUDA; build it with `make cuda`");
 #endif
@@ -189,7 +204,7 @@ s2moe_experts_use_device(s2moe_experts * experts, llama_context * ctx, const cha
             throw failure(S2MOE_ERROR_INVALID, "the context's model does not take its experts from this store");
         }
         auto tier = std::make_unique<s2moe::device_tier>(
-            experts->cache, create_device(device == nullptr ? "" : device), capacity_bytes);
+            experts->cache, create_device(device == nullptr ? "" : device, ctx), capacity_bytes);
         tier->attach(ctx);
         experts->device = std::move(tier);
     });

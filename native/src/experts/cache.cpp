@@ -1022,10 +1022,10 @@ bool expert_cache::is_above(uint32_t entry) const {
     return upper != nullptr && upper.load()->residency(entry) != S2MOE_ABSENT;
 }
 
-std::vector<std::span<std::byte>> expert_cache::areas() const {
-    std::vector<std::span<std::byte>> result;
-    for (const pool & each : pools) {
-        result.emplace_back(each.base, each.mapped_bytes);
+std::vector<slot_area> expert_cache::areas() const {
+    std::vector<slot_area> result;
+    for (size_t i = 0; i < pools.size(); ++i) {
+        result.push_back({{pools[i].base, pools[i].mapped_bytes}, layout.classes[i].slot_bytes});
     }
     return result;
 }
@@ -1066,6 +1066,12 @@ void expert_cache::note_uses(uint32_t entry, uint64_t n_rows) {
 
 std::unique_ptr<gate_device> expert_cache::create_gate(int n_layer, int n_expert_in_layer, int n_ids) const {
     return upper == nullptr ? nullptr : upper.load()->create_gate(n_layer, n_expert_in_layer, n_ids);
+}
+
+void expert_cache::note_synchronization() {
+    if (upper != nullptr) {
+        upper.load()->note_synchronization();
+    }
 }
 
 void expert_cache::device_stats(s2moe_device_stats & result) const {

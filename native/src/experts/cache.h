@@ -70,8 +70,17 @@ class upper_tier {
 
     virtual void stats(s2moe_device_stats & result) const = 0;
 
+    // Counts one more time that the host waited for the device in a decode of few tokens.
+    virtual void note_synchronization() = 0;
+
     // See create_host_gate() in gate_device.h.
     virtual std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) = 0;
+};
+
+// Slots that lie one behind the other.
+struct slot_area {
+    std::span<std::byte> bytes;
+    uint64_t slot_bytes = 0;
 };
 
 // Whether a batch counts as a prompt.
@@ -160,8 +169,8 @@ class expert_cache final : private read_source {
     // failure before allocate() and with the policy "static".
     void join(upper_tier * tier);
 
-    // The memory of all slots.
-    std::vector<std::span<std::byte>> areas() const;
+    // The memory of all slots, by class.
+    std::vector<slot_area> areas() const;
 
     // The tensor of the model whose experts are part `part` of the layer; nullptr while no model is loaded.
     void note_tensor(int layer_index, int part, const ggml_tensor * tensor);
@@ -174,8 +183,9 @@ class expert_cache final : private read_source {
     // Counts uses that the upper tier served.
     void note_uses(uint32_t entry, uint64_t n_rows);
 
-    // The gate where the upper tier computes; nullptr while there is none.
+    // The gate where the upper tier computes; nullptr while there is none. Its user counts how often it waits.
     std::unique_ptr<gate_device> create_gate(int n_layer, int n_expert, int n_ids) const;
+    void note_synchronization();
 
     // Of the upper tier; zeros while there is none.
     void device_stats(s2moe_device_stats & result) const;

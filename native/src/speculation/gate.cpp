@@ -223,6 +223,12 @@ expert_gate::~expert_gate() {
     end();
 }
 
+void expert_gate::note_synchronization() {
+    if (experts != nullptr) {
+        experts->note_synchronization();
+    }
+}
+
 void expert_gate::snapshot() {
     resident_set = expert_set(n_layers, n_experts);
     if (experts == nullptr) {
@@ -294,6 +300,7 @@ void expert_gate::begin_on_device(int n_rows) {
         std::copy(prefixes.begin(), prefixes.end(), control.prefixes);
     }
     device->begin(control, residency.data());
+    note_synchronization();
     awaits_device = true;
 }
 
@@ -303,6 +310,7 @@ void expert_gate::collect(int n_rows) {
         return;
     }
     const gate_outcome outcome = device->read(n_rows);
+    note_synchronization();
     if (drafting) {
         add_drafted(outcome, n_rows);
     } else {

@@ -138,6 +138,7 @@ class expert_gate {
   private:
     void run_layer(ggml_tensor * dst, const llama_moe_gate_layer & layer);
     void snapshot();
+    void note_synchronization();
     void begin_on_device(int n_rows);
     void add_drafted(const gate_outcome & outcome, int n_rows);
     void add_chosen(const gate_outcome & outcome, int n_rows);
