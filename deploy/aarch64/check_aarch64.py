@@ -55,8 +55,7 @@ ARM_PACKAGES = (
     "ca-certificates",
 )
 """Of Debian: with what they depend on, they are the root of the ARM programs."""
-ORIN_CPU = "armv8.2-a+dotprod+fp16"
-"""The default of Dockerfile.orin: Cortex-A78AE."""
+DOCKERFILE = ROOT / "Dockerfile.orin"
 WHEEL_PLATFORMS = ("manylinux2014_aarch64", "manylinux_2_17_aarch64", "manylinux_2_28_aarch64")
 QUESTION = "What is the capital of France?"
 """Every token of the answer is far ahead of the next best one: rounding, which differs, changes nothing."""
@@ -218,6 +217,12 @@ def compare_answers(model: Path, python: Path) -> None:
     say(f"the same with exact drafts, of which {n_accepted} were accepted")
 
 
+def orin_cpu() -> str:
+    """What the image for the Orin is compiled for."""
+    (line,) = (line for line in DOCKERFILE.read_text().splitlines() if line.startswith("ARG CPU="))
+    return line.removeprefix("ARG CPU=")
+
+
 def check(cpu: str, tests: Sequence[str]) -> None:
     started = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -236,7 +241,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cpu", default=ORIN_CPU, metavar="MARCH", help="GCC's -march (default: %(default)s)"
+        "--cpu", default=orin_cpu(), metavar="MARCH", help="GCC's -march (default: %(default)s)"
     )
     parser.add_argument(
         "--test", action="append", default=[], metavar="NAME", help="only this C++ test; repeatable"
