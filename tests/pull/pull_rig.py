@@ -6,8 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,10 +74,3 @@ def start_pull(url: str, *arguments: str, **variables: str) -> subprocess.Popen[
         text=True,
         env=environment,
     )
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

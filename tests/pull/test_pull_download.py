@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from fake_hub import CHUNK_BYTES, COMMIT, MODEL, REPO, FakeHub, content_of
-from pull_rig import Said, failure_of, part_of_model, parts_in, pulled, start_pull, wait_until
+from pull_rig import Said, failure_of, part_of_model, parts_in, pulled, start_pull
 
 from s2moe.server.pull import hub as hub_module
 from s2moe.server.pull.errors import ChecksumError, DiskFullError, HubUnreachableError, PullError
+
+from waiting import until
 
 BIG = 2 * CHUNK_BYTES + 1_000_000
 """Written in three steps, so that a cut can lie between two of them."""
@@ -62,7 +64,7 @@ def test_lost_connection_is_taken_up_again_where_it_broke(hub: FakeHub, tmp_path
 def test_killed_pull_goes_on_where_it_was(hub: FakeHub, tmp_path: Path, big: bytes) -> None:
     hub.stall_after_bytes = CHUNK_BYTES + 5
     process = start_pull(hub.url, REPO, "--dir", str(tmp_path))
-    wait_until(lambda: any(part.stat().st_size == CHUNK_BYTES for part in parts_in(tmp_path)))
+    until(lambda: any(part.stat().st_size == CHUNK_BYTES for part in parts_in(tmp_path)))
     process.kill()
     process.communicate()
     assert not (tmp_path / MODEL).exists()
@@ -81,7 +83,7 @@ def test_interrupt_keeps_what_was_received_and_says_so(hub: FakeHub, tmp_path: P
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hub.stall_after_bytes = CHUNK_BYTES + 5
     process = start_pull(hub.url, REPO, "--dir", str(tmp_path))
-    wait_until(lambda: any(part.stat().st_size == CHUNK_BYTES for part in parts_in(tmp_path)))
+    until(lambda: any(part.stat().st_size == CHUNK_BYTES for part in parts_in(tmp_path)))
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 130
