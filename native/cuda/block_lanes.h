@@ -1,4 +1,13 @@
-// The lanes of lanes.h on a GPU: the threads of one block. Device code only.
+// The lanes of lanes.h as threads of one block. What a GPU has of its own comes as a `block_type`, so that the rest is
+// tested on a CPU, too (tests/test_lanes.h):
+//
+//   warp_size, max_warps      constants; blocks have whole warps, at most max_warps
+//   thread(), n_threads()     this thread's place in the block, from 0; the block's size
+//   meet()                    no thread goes on before all are here; each then sees what the others wrote
+//   from_other(v, distance)   the `v` of the thread whose place differs by `distance` (exclusive or) in the same warp,
+//                             all of whose threads call it
+//   store(word, value)        for another thread beyond the block: it sees all that this one saw or wrote before
+//   load(word), pause()       the other half of it; a while between two looks
 
 #pragma once
 
@@ -8,100 +17,84 @@
 
 namespace s2moe {
 
-constexpr int warp_size = 32;
-constexpr int max_warps = 4;
-constexpr unsigned whole_warp = 0xFFFFFFFF;
-
-// The threads of one block, in whole warps.
-class block_lanes {
+template <class block_type> class block_lanes {
   public:
-    // Two of each, so that a warp may begin the next search while another one still reads the results of the last.
+    // Shared by the threads. Two of each, so that a warp may begin the next search while another one still reads the
+    // results of the last.
     struct exchange {
-        uint64_t keys[2][max_warps];
-        int indices[2][max_warps];
+        uint64_t keys[2][block_type::max_warps];
+        int indices[2][block_type::max_warps];
     };
 
-    __device__ explicit block_lanes(exchange & shared) : shared(shared) {
+    S2MOE_ANYWHERE block_lanes(block_type block, exchange & shared) : block(block), shared(shared) {
     }
 
-    template <class function> __device__ void each(int n, const function & f) {
-        for (int i = thread(); i < n; i += n_threads()) {
+    template <class function> S2MOE_ANYWHERE void each(int n, const function & f) {
+        for (int i = block.thread(); i < n; i += block.n_threads()) {
             f(i);
         }
-        __syncthreads();
+        block.meet();
     }
 
-    template <class function> __device__ void at(int i, const function & f) {
-        if (i % n_threads() == thread()) {
+    template <class function> S2MOE_ANYWHERE void at(int i, const function & f) {
+        if (i % block.n_threads() == block.thread()) {
             f();
         }
     }
 
-    template <class function> __device__ int best(int n, const function & key) {
+    template <class function> S2MOE_ANYWHERE int best(int n, const function & key) {
         uint64_t top = 0;
         int index = -1;
-        for (int i = thread(); i < n; i += n_threads()) {
+        for (int i = block.thread(); i < n; i += block.n_threads()) {
             const uint64_t value = key(i);
             if (value > top) {
                 top = value;
                 index = i;
             }
         }
-        for (int distance = warp_size / 2; distance > 0; distance /= 2) {
-            const uint64_t other_top = __shfl_xor_sync(whole_warp, top, distance);
-            const int other_index = __shfl_xor_sync(whole_warp, index, distance);
+        for (int distance = block_type::warp_size / 2; distance > 0; distance /= 2) {
+            const uint64_t other_top = block.from_other(top, distance);
+            const int other_index = block.from_other(index, distance);
             keep_better(top, index, other_top, other_index);
         }
         turn ^= 1;
-        if (thread() % warp_size == 0) {
-            shared.keys[turn][thread() / warp_size] = top;
-            shared.indices[turn][thread() / warp_size] = index;
+        if (block.thread() % block_type::warp_size == 0) {
+            shared.keys[turn][block.thread() / block_type::warp_size] = top;
+            shared.indices[turn][block.thread() / block_type::warp_size] = index;
         }
-        __syncthreads();
+        block.meet();
         top = 0;
         index = -1;
-        for (int warp = 0; warp < n_threads() / warp_size; ++warp) {
+        for (int warp = 0; warp < block.n_threads() / block_type::warp_size; ++warp) {
             keep_better(top, index, shared.keys[turn][warp], shared.indices[turn][warp]);
         }
         return index;
     }
 
-    __device__ void meet() {
-        __syncthreads();
+    S2MOE_ANYWHERE void meet() {
+        block.meet();
     }
 
-    __device__ void publish(uint32_t * word, uint32_t value) {
-        __threadfence_system(); // for what the others wrote, too
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+    S2MOE_ANYWHERE void publish(uint32_t * word, uint32_t value) {
+        block.store(word, value);
     }
 
-    __device__ void wait(uint32_t * word, uint32_t value) {
-        uint32_t found = 0;
-        while (true) {
-            asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(word) : "memory");
-            if (found == value) {
-                return;
-            }
-            __nanosleep(500);
+    S2MOE_ANYWHERE void wait(uint32_t * word, uint32_t value) {
+        while (block.load(word) != value) {
+            block.pause();
         }
     }
 
   private:
-    __device__ static int thread() {
-        return static_cast<int>(threadIdx.x);
-    }
-    __device__ static int n_threads() {
-        return static_cast<int>(blockDim.x);
-    }
-
     // without a key there is no index, on either side
-    __device__ static void keep_better(uint64_t & top, int & index, uint64_t other_top, int other_index) {
+    S2MOE_ANYWHERE static void keep_better(uint64_t & top, int & index, uint64_t other_top, int other_index) {
         if (other_top > top || (other_top == top && other_index < index)) {
             top = other_top;
             index = other_index;
         }
     }
 
+    block_type block;
     exchange & shared;
     int turn = 0;
 };

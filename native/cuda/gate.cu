@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "block_lanes.h"
+#include "cuda_block.h"
 #include "driver.h"
 
 namespace s2moe {
@@ -13,11 +13,11 @@ namespace {
 
 constexpr int experts_per_lane = 4;
 
-__global__ void __launch_bounds__(max_warps * warp_size)
+__global__ void __launch_bounds__(cuda_block::max_warps * cuda_block::warp_size)
     gate_kernel(const gate_control * control, gate_layer layer, gate_account * accounts) {
     __shared__ gate_memory memory;
-    __shared__ block_lanes::exchange exchange;
-    block_lanes lanes(exchange);
+    __shared__ cuda_lanes::exchange exchange;
+    cuda_lanes lanes({}, exchange);
     gate_layer_rows(lanes, *control, layer, accounts, memory);
 }
 
@@ -122,8 +122,9 @@ void device_gate::launch(const gate_call & call, CUstream_st * stream) noexcept 
                                            reinterpret_cast<const uint8_t *>(on_device.get() + sizeof(state)),
                                            exact,
                                            exact + ids_bytes(max_gate_rows) / sizeof(int32_t));
-    const int n_warps = (call.n_expert + experts_per_lane * warp_size - 1) / (experts_per_lane * warp_size);
-    gate_kernel<<<1, std::min(n_warps, max_warps) * warp_size, 0, stream>>>(
+    const int n_warps =
+        (call.n_expert + experts_per_lane * cuda_block::warp_size - 1) / (experts_per_lane * cuda_block::warp_size);
+    gate_kernel<<<1, std::min(n_warps, cuda_block::max_warps) * cuda_block::warp_size, 0, stream>>>(
         &state_in(on_device)->control, layer, state_in(on_device)->accounts);
     problem = cudaGetLastError();
 }

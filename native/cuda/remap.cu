@@ -5,7 +5,7 @@
 #include <cstring>
 #include <string>
 
-#include "block_lanes.h"
+#include "cuda_block.h"
 #include "device/memory.h"
 #include "device/tier.h"
 #include "driver.h"
@@ -23,10 +23,11 @@ constexpr uint64_t piece_limit = uint64_t{1} << 30;
 constexpr int fetch_threads = 256;
 constexpr int fetch_blocks_per_processor = 2;
 
-__global__ void __launch_bounds__(max_warps * warp_size) remap_kernel(remap_state state, remap_call call) {
+__global__ void __launch_bounds__(cuda_block::max_warps * cuda_block::warp_size)
+    remap_kernel(remap_state state, remap_call call) {
     __shared__ remap_memory memory;
-    __shared__ block_lanes::exchange exchange;
-    block_lanes lanes(exchange);
+    __shared__ cuda_lanes::exchange exchange;
+    cuda_lanes lanes({}, exchange);
     remap_layer(lanes, state, call, memory);
 }
 
@@ -139,8 +140,8 @@ void cuda_device::on_device(ggml_tensor * dst, CUstream_st * stream, void * user
     const auto & self = static_cast<const cuda_device &>(tier.memory());
     const remap_call call = tier.call_of(dst, layer);
     const int n_wanted = std::max(call.n_expert, call.n_ids * call.n_tokens);
-    const int n_warps = std::min(max_warps, (n_wanted + warp_size - 1) / warp_size);
-    remap_kernel<<<1, n_warps * warp_size, 0, stream>>>(tier.kernel_state(), call);
+    const int n_warps = std::min(cuda_block::max_warps, (n_wanted + cuda_block::warp_size - 1) / cuda_block::warp_size);
+    remap_kernel<<<1, n_warps * cuda_block::warp_size, 0, stream>>>(tier.kernel_state(), call);
     fetch_kernel<<<self.n_fetch_blocks, fetch_threads, 0, stream>>>(tier.kernel_state());
     // ggml asks for errors after each operation: what cannot be started ends the process, before anything is computed
     // from ids that nobody wrote

@@ -1,5 +1,6 @@
 #include "s2moe-cuda-op.h"
 
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -38,6 +39,7 @@ op_table & registered() {
 
 ggml_custom_op_params params_of(const ggml_tensor * op) {
     ggml_custom_op_params params;
+    static_assert(sizeof(params) < sizeof(op->op_params)); // in the last word llama-moe.cpp keeps a serial
     std::memcpy(&params, op->op_params, sizeof(params));
     return params;
 }
@@ -46,6 +48,12 @@ ggml_custom_op_params params_of(const ggml_tensor * op) {
 
 void s2moe_cuda_set_op(ggml_custom_op_t on_host, s2moe_cuda_op op) {
     registered().set(on_host, op);
+}
+
+size_t s2moe_cuda_max_buffer_size(ggml_backend_buffer_type_t type) {
+    const ggml_backend_dev_t device = ggml_backend_buft_get_device(type);
+    const bool is_integrated = device != nullptr && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_IGPU;
+    return is_integrated ? size_t{1} << 30 : SIZE_MAX;
 }
 
 bool s2moe_cuda_supports_op(const ggml_tensor * op) {

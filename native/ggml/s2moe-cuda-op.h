@@ -1,4 +1,5 @@
-// The patch's door into ggml-cuda: operations of ours (GGML_OP_CUSTOM) that the GPU computes.
+// The patch's door into ggml-cuda: operations of ours (GGML_OP_CUSTOM) that the GPU computes, and the size of its
+// buffers.
 //
 // An operation is known by the function that computes it on the CPU. With none registered ggml-cuda supports no custom
 // operation, as unpatched, and the scheduler leaves them to the CPU.
@@ -24,5 +25,7 @@ struct s2moe_cuda_op {
 GGML_BACKEND_API void s2moe_cuda_set_op(ggml_custom_op_t on_host, s2moe_cuda_op op);
 
 // What the patch calls.
+size_t
+s2moe_cuda_max_buffer_size(ggml_backend_buffer_type_t type); // larger ones fail on some releases of Jetson's Linux
 bool s2moe_cuda_supports_op(const ggml_tensor * op);
 bool s2moe_cuda_run_op(ggml_tensor * dst, CUstream_st * stream); // false: it is not registered

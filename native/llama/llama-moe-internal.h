@@ -22,13 +22,15 @@ struct llama_moe_params {
     bool record = false;
     ggml_custom_op_t gate = nullptr;              // null: the router's scores choose
     llama_moe_gate_layer * gate_layers = nullptr; // [n_layer]
+    int32_t gate_serial = 0;                      // of gate_layers
     ggml_custom_op_t remap = nullptr;             // null: experts are in the model's own tensors
     llama_moe_slot_layer * slot_layers = nullptr; // [n_slot_layers]
     int32_t n_slot_layers = 0;
 
     bool operator==(const llama_moe_params & other) const {
         return n_expert_used == other.n_expert_used && record == other.record && gate == other.gate &&
-               gate_layers == other.gate_layers && remap == other.remap && slot_layers == other.slot_layers;
+               gate_layers == other.gate_layers && gate_serial == other.gate_serial && remap == other.remap &&
+               slot_layers == other.slot_layers;
     }
 
     int64_t resolve(int64_t n_expert_used_model) const {

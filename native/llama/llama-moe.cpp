@@ -1,5 +1,6 @@
 #include "llama-moe.h"
 
+#include <iterator>
 #include <string>
 
 #include "llama-context.h"
@@ -115,7 +116,11 @@ ggml_tensor * llama_moe_build_gate(ggml_context * ctx,
     layer.scores = (gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX && !scores_are_shifted ? LLAMA_MOE_SCORES_LOG : 0) |
                    (gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT ? LLAMA_MOE_WEIGHTS_EXP : 0);
     ggml_tensor * sources[] = {scores, probs};
-    return ggml_custom_4d(ctx, GGML_TYPE_F32, scores->ne[0], scores->ne[1], 1, 1, sources, 2, params.gate, 1, &layer);
+    ggml_tensor * gated =
+        ggml_custom_4d(ctx, GGML_TYPE_F32, scores->ne[0], scores->ne[1], 1, 1, sources, 2, params.gate, 1, &layer);
+    // behind what ggml keeps there: a backend that compares operations sees another one
+    gated->op_params[std::size(gated->op_params) - 1] = layer.serial;
+    return gated;
 }
 
 ggml_tensor * llama_moe_mul_mat_id(ggml_context * ctx,
@@ -335,6 +340,7 @@ void llama_moe_set_gate(llama_context * ctx, ggml_custom_op_t gate, llama_moe_ga
     llama_moe_params & params = llama_moe_access::params(*ctx);
     params.gate = gate;
     params.gate_layers = gate == nullptr ? nullptr : layers;
+    params.gate_serial = gate == nullptr ? 0 : layers->serial;
 }
 
 void llama_moe_set_slots(llama_context * ctx, ggml_custom_op_t remap, llama_moe_slot_layer * layers, int32_t n_layers) {

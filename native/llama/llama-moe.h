@@ -35,6 +35,7 @@ struct llama_moe_gate_layer {
     int32_t layer;  // of the model
     int32_t scores; // enum llama_moe_scores; this and the next are filled when the graph is built
     int32_t k;      // experts per token by the model, whatever is in force
+    int32_t serial; // the same in all layers of an array, another in every array: memory may be used again
 };
 
 enum llama_moe_scores {

@@ -1,6 +1,9 @@
 // Operations of ours are the GPU's as long as they are registered, and only then.
 
+#include <cstdint>
+
 #include "check.h"
+#include "ggml-backend-impl.h"
 #include "s2moe-cuda-op.h"
 
 namespace {
@@ -23,9 +26,32 @@ const s2moe_cuda_op recording = {
     },
 };
 
+// A GPU that is nothing but its type.
+struct fake_gpu {
+    explicit fake_gpu(enum ggml_backend_dev_type kind) : kind(kind) {
+        device.iface.get_type = [](ggml_backend_dev_t each) { return static_cast<fake_gpu *>(each->context)->kind; };
+        device.context = this;
+        buffers.device = &device;
+    }
+    enum ggml_backend_dev_type kind;
+    ggml_backend_device device = {};
+    ggml_backend_buffer_type buffers = {};
+};
+
+void test_buffers_come_in_pieces_on_integrated_gpus() {
+    fake_gpu discrete(GGML_BACKEND_DEVICE_TYPE_GPU);
+    fake_gpu integrated(GGML_BACKEND_DEVICE_TYPE_IGPU);
+    CHECK(s2moe_cuda_max_buffer_size(&discrete.buffers) == SIZE_MAX);
+    CHECK(s2moe_cuda_max_buffer_size(&integrated.buffers) == size_t{1} << 30);
+    integrated.buffers.device = nullptr;
+    CHECK(s2moe_cuda_max_buffer_size(&integrated.buffers) == SIZE_MAX);
+}
+
 } // namespace
 
 int main() {
+    test_buffers_come_in_pieces_on_integrated_gpus();
+
     const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 16, nullptr, true}), ggml_free);
     run_record record;
     const auto make_op = [&](ggml_custom_op_t function, int64_t n, void * userdata) {

@@ -1,6 +1,6 @@
 // The gate's rule as it is written for GPUs chooses exactly what the CPU's own code chooses, whatever computes it.
 
-#include <thread>
+#include <random>
 
 #include "gate_cases.h"
 #include "test_lanes.h"
@@ -44,24 +44,16 @@ template <class lanes_type> gate_case_result computed_by(lanes_type & lanes, con
     return result;
 }
 
-gate_case_result computed_by_threads(const gate_case & of) {
+gate_case_result computed_by_threads(const gate_case & of, int n_threads) {
     gate_case_result result(of);
     dirty_memory memory;
-    thread_lanes::team team;
-    std::vector<std::thread> threads;
-    for (int lane = 0; lane < thread_lanes::n_lanes; ++lane) {
-        threads.emplace_back([&, lane] {
-            thread_lanes lanes(team, lane);
-            for (size_t i = 0; i < of.layers.size(); ++i) {
-                const gate_layer layer = layer_of(of, result, i);
-                gate_layer_rows(lanes, of.control, layer, result.accounts.data(), memory.memory);
-                lanes.meet(); // kernels on a stream run one after the other
-            }
-        });
-    }
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
+    run_block(n_threads, [&](thread_lanes & lanes) {
+        for (size_t i = 0; i < of.layers.size(); ++i) {
+            const gate_layer layer = layer_of(of, result, i);
+            gate_layer_rows(lanes, of.control, layer, result.accounts.data(), memory.memory);
+            lanes.meet(); // kernels on a stream run one after the other
+        }
+    });
     return result;
 }
 
@@ -77,6 +69,28 @@ void test_keys_order_as_numbers_do() {
     CHECK(order_key(-greatest) > 0);
     for (const double none : {-infinity, std::nan(""), -std::nan("")}) {
         CHECK(order_key(none) == 0);
+    }
+}
+
+// The search of a block: over its threads, then over the lanes of a warp, then over the warps.
+void test_best_of_a_block() {
+    std::mt19937 random(5);
+    for (int n_warps = 1; n_warps <= thread_block::max_warps; ++n_warps) {
+        std::vector<std::vector<uint64_t>> searches;
+        for (int i = 0; i < 200; ++i) {
+            searches.emplace_back(random() % 40);
+            const uint64_t most = i % 3 == 0 ? 1 : i % 3 == 1 ? 4 : UINT64_MAX; // ties, and keys of more than 32 bits
+            for (uint64_t & key : searches.back()) {
+                key = ((uint64_t{random()} << 32) | random()) % (most == UINT64_MAX ? most : most + 1);
+            }
+        }
+        run_block(n_warps * thread_block::warp_size, [&](thread_lanes & lanes) {
+            for (const std::vector<uint64_t> & keys : searches) {
+                const auto key = [&](int i) { return keys[i]; };
+                const int n = static_cast<int>(keys.size());
+                CHECK(lanes.best(n, key) == one_lane().best(n, key));
+            }
+        });
     }
 }
 
@@ -112,7 +126,7 @@ void test_lanes_meet_where_they_must() {
     for (int i = 0; i < 60; ++i) {
         const gate_case of = maker.next(8, 60, 4);
         const gate_case_result expected = expected_of(of);
-        check_equal(computed_by_threads(of), expected, 0);
+        check_equal(computed_by_threads(of, thread_block::warp_size * (1 + i % thread_block::max_warps)), expected, 0);
         counts.add(of, expected);
     }
     counts.check(2);
@@ -122,6 +136,7 @@ void test_lanes_meet_where_they_must() {
 
 int main() {
     test_keys_order_as_numbers_do();
+    test_best_of_a_block();
     test_one_lane();
     test_order_of_lanes_does_not_matter();
     test_lanes_meet_where_they_must();

@@ -1,9 +1,12 @@
 // Experts per decode and recorded router ids, on one context whose settings change between decodes.
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
 #include <set>
 
 #include "check.h"
+#include "llama-moe.h"
 
 namespace {
 
@@ -111,6 +114,34 @@ void test_recording(const test_model & m, const s2moe_moe_info & info) {
     CHECK(s2moe_set_router_recording(m.ctx.get(), false) == S2MOE_OK);
 }
 
+void gate_that_changes_nothing(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith == 0) {
+        std::memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst));
+        const auto & layer = *static_cast<llama_moe_gate_layer *>(userdata);
+        // what a GPU compares to find out whether it has captured the same operation before
+        *static_cast<int32_t *>(layer.owner) = dst->op_params[std::size(dst->op_params) - 1];
+    }
+}
+
+// The memory of a gate that is gone may be that of the next one: graphs must not be taken for those of the first.
+void test_layers_of_another_gate(const test_model & m, const s2moe_moe_info & info) {
+    m.clear();
+    const auto tokens = m.tokens(6);
+    std::vector<llama_moe_gate_layer> layers(info.n_layer);
+    int32_t last = 0;
+    for (int32_t i = 0; i < 6; ++i) {
+        const int32_t serial = i < 3 ? 1 : 2;
+        if (i == 0 || i == 3) {
+            std::fill(layers.begin(), layers.end(), llama_moe_gate_layer{&last, 0, 0, 0, serial});
+        }
+        llama_moe_set_gate(m.ctx.get(), gate_that_changes_nothing, layers.data());
+        CHECK(s2moe_decode(m.ctx.get(), &tokens[i], 1, i, false) == S2MOE_OK);
+        llama_moe_set_gate(m.ctx.get(), nullptr, nullptr);
+        CHECK(last == serial);
+        CHECK(layers.back().k == info.n_expert_used);
+    }
+}
+
 } // namespace
 
 int main() {
@@ -122,5 +153,6 @@ int main() {
     test_switching_is_exact(m, info.n_expert_used);
     test_graph_is_reused_while_nothing_changes(m);
     test_recording(m, info);
+    test_layers_of_another_gate(m, info);
     return 0;
 }

@@ -127,17 +127,7 @@ template <typename lanes_type> runner in_one_thread() {
 void in_threads(const remap_state & state, const remap_call & call) {
     remap_memory memory;
     std::memset(static_cast<void *>(&memory), 0x01, sizeof(memory));
-    thread_lanes::team team;
-    std::vector<std::thread> threads;
-    for (int lane = 0; lane < thread_lanes::n_lanes; ++lane) {
-        threads.emplace_back([&, lane] {
-            thread_lanes lanes(team, lane);
-            remap_layer(lanes, state, call, memory);
-        });
-    }
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
+    run_block(thread_block::most_threads, [&](thread_lanes & lanes) { remap_layer(lanes, state, call, memory); });
 }
 
 void test_maps(const runner & run, int n_rounds) {

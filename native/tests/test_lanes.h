@@ -4,14 +4,16 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <random>
-#include <utility>
+#include <thread>
 #include <vector>
 
-#include "lanes.h"
+#include "block_lanes.h"
 
 // Does what lanes do in any order, in one thread.
 class shuffled_lanes {
@@ -56,62 +58,74 @@ class shuffled_lanes {
     std::mt19937_64 random{3};
 };
 
-// Threads that meet where those of a block meet, and nowhere else: the thread sanitizer sees what is missing.
-class thread_lanes {
+// The threads of one block, as those of a GPU but for the size of a warp: they meet where those meet and nowhere else,
+// so that the thread sanitizer sees what is missing.
+class thread_block {
   public:
-    static constexpr int n_lanes = 3;
+    static constexpr int warp_size = 4;
+    static constexpr int max_warps = 3;
+    static constexpr int most_threads = warp_size * max_warps;
 
     struct team {
-        std::barrier<> barrier{n_lanes};
-        std::array<std::array<std::pair<uint64_t, int>, n_lanes>, 2> found;
+        explicit team(int n_threads) : n_threads(n_threads), all(n_threads) {
+        }
+        int n_threads;
+        std::barrier<> all;
+        std::barrier<> warps[max_warps] = {
+            std::barrier<>(warp_size), std::barrier<>(warp_size), std::barrier<>(warp_size)};
+        std::array<uint64_t, most_threads> passed{};
     };
 
-    thread_lanes(team & with, int lane) : with(with), lane(lane) {
+    thread_block(team & with, int place) : with(&with), place(place) {
     }
 
-    template <class function> void each(int n, const function & f) {
-        for (int i = lane; i < n; i += n_lanes) {
-            f(i);
-        }
-        meet();
+    int thread() const {
+        return place;
     }
-    template <class function> void at(int i, const function & f) {
-        if (i % n_lanes == lane) {
-            f();
-        }
+    int n_threads() const {
+        return with->n_threads;
     }
-    template <class function> int best(int n, const function & key) {
-        std::pair<uint64_t, int> top{0, -1};
-        const auto keep_better = [&](const std::pair<uint64_t, int> & other) {
-            if (other.first > top.first || (other.first == top.first && other.second < top.second)) {
-                top = other;
-            }
-        };
-        for (int i = lane; i < n; i += n_lanes) {
-            if (const uint64_t value = key(i); value != 0) {
-                keep_better({value, i});
-            }
-        }
-        turn ^= 1;
-        with.found[turn][lane] = top;
-        meet();
-        for (const auto & each : with.found[turn]) {
-            keep_better(each);
-        }
-        return top.second;
+    void meet() const {
+        with->all.arrive_and_wait();
     }
-    void meet() {
-        with.barrier.arrive_and_wait();
+    template <class number> number from_other(number value, int distance) const {
+        std::barrier<> & warp = with->warps[place / warp_size];
+        with->passed[place] = static_cast<uint64_t>(value);
+        warp.arrive_and_wait();
+        const auto other = static_cast<number>(with->passed[place ^ distance]);
+        warp.arrive_and_wait();
+        return other;
     }
-    void publish(uint32_t * word, uint32_t value) {
+    void store(uint32_t * word, uint32_t value) const {
         s2moe::one_lane().publish(word, value);
     }
-    void wait(uint32_t * word, uint32_t value) {
-        s2moe::one_lane().wait(word, value);
+    uint32_t load(uint32_t * word) const {
+        return std::atomic_ref<uint32_t>(*word).load(std::memory_order_acquire);
+    }
+    void pause() const {
+        std::this_thread::yield();
     }
 
   private:
-    team & with;
-    int lane;
-    int turn = 0;
+    team * with;
+    int place;
 };
+
+using thread_lanes = s2moe::block_lanes<thread_block>;
+
+// Runs kernel(lanes) on the threads of a block.
+template <class function> void run_block(int n_threads, const function & kernel) {
+    thread_block::team team(n_threads);
+    thread_lanes::exchange exchange;
+    std::memset(&exchange, 0x01, sizeof(exchange)); // what shared memory holds before a kernel is anything
+    std::vector<std::thread> threads;
+    for (int place = 0; place < n_threads; ++place) {
+        threads.emplace_back([&, place] {
+            thread_lanes lanes(thread_block(team, place), exchange);
+            kernel(lanes);
+        });
+    }
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+}

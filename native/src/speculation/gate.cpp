@@ -1,6 +1,7 @@
 #include "gate.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -202,8 +203,10 @@ expert_gate::expert_gate(llama_context * ctx, expert_cache * experts)
     : ctx(ctx), experts(experts), n_layers(llama_model_n_layer(llama_get_model(ctx))),
       n_experts(llama_moe_model_n_expert(llama_get_model(ctx))), layers(n_layers), residency(n_layers * n_experts),
       resident_set(n_layers, n_experts) {
+    static std::atomic<int32_t> n_gates = 0;
+    const int32_t serial = ++n_gates;
     for (int i = 0; i < n_layers; ++i) {
-        layers[i] = {this, i, 0, 0};
+        layers[i] = {this, i, 0, 0, serial};
     }
     const int n_ids = llama_moe_model_n_expert_used(llama_get_model(ctx));
     if (n_experts > max_gate_experts || n_ids == 0) {
