@@ -25,7 +25,11 @@ from s2moe.engine.cuda_driver import (
 CONTAINER_REMEDY: Final = "in a container pass --gpus all (on a Jetson --runtime nvidia)"
 DRIVER_REMEDY: Final = f"install NVIDIA's driver, so that nvidia-smi shows the GPU; {CONTAINER_REMEDY}"
 
+GROUP_OPTION: Final = '--group-add "$(stat -c %g /dev/dri/renderD128)"'
+"""For a container's user on a Jetson: the number of the group `render` is not the same everywhere."""
+
 _TEGRA_RELEASE = Path("/etc/nv_tegra_release")
+_DEVICES = Path("/dev")
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _JETPACKS: Final = {32: 4, 34: 5, 35: 5, 36: 6, 38: 7}
 """By the major release of L4T."""
@@ -61,16 +65,18 @@ class Machine:
     does not show it."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES; None = not set."""
+    denied_node: str = ""
+    """A device file that CUDA on a Jetson needs and that this user may not open; empty = none is known."""
 
     @classmethod
-    def here(cls, tegra_release: Path = _TEGRA_RELEASE) -> Machine:
+    def here(cls, tegra_release: Path = _TEGRA_RELEASE, devices: Path = _DEVICES) -> Machine:
         try:
             text = tegra_release.read_text(errors="replace")
         except OSError:
             text = ""
         match = re.search(r"\bR([0-9]+) \(release\), REVISION: ([0-9.]+)", text)
         l4t = None if match is None else (int(match[1]), f"R{match[1]}.{match[2]}")
-        return cls(l4t, os.environ.get(_VISIBLE_DEVICES))
+        return cls(l4t, os.environ.get(_VISIBLE_DEVICES), _denied_node(devices))
 
     @property
     def jetson_text(self) -> str:
@@ -80,6 +86,19 @@ class Machine:
         major, release = self.l4t
         jetpack = f", JetPack {_JETPACKS[major]}" if major in _JETPACKS else ""
         return f"this Jetson (L4T {release}{jetpack})"
+
+
+def _denied_node(devices: Path) -> str:
+    # a container often does not show that it runs on a Jetson, but no other machine has this device
+    memory = devices / "nvmap"
+    if not memory.exists():
+        return ""
+    nodes = (devices / "dri" / "renderD128", memory)
+    return next((str(node) for node in nodes if node.exists() and not _may_open(node)), "")
+
+
+def _may_open(node: Path) -> bool:
+    return os.access(node, os.R_OK | os.W_OK)
 
 
 @dataclass(frozen=True)
@@ -166,7 +185,7 @@ def _start_failure(error: CudaDriverError, machine: Machine) -> CudaUnavailableE
         remedy = "the driver's library and its kernel module differ: reboot after an update of the driver"
     elif error.code == COMPAT_NOT_SUPPORTED_ON_DEVICE:
         remedy = "the CUDA compatibility package does not support this GPU: update the host's driver instead"
-    elif machine.jetson_text:
+    elif machine.jetson_text or machine.denied_node:
         remedy = _device_remedy(machine)
     else:
         remedy = (
@@ -178,10 +197,11 @@ def _start_failure(error: CudaDriverError, machine: Machine) -> CudaUnavailableE
 
 def _device_remedy(machine: Machine) -> str:
     """A driver that is there and has no GPU for us."""
-    if machine.jetson_text:
+    if machine.jetson_text or machine.denied_node:
+        denied = f"this user may not open {machine.denied_node}: " if machine.denied_node else ""
         return (
-            f"on {machine.jetson_text} the user must be in the groups video and render; in a container pass "
-            "--runtime nvidia"
+            f"{denied}on {machine.jetson_text or 'a Jetson'} the user must be in the groups video and "
+            f"render; in a container pass --runtime nvidia --group-add video {GROUP_OPTION}"
         )
     return f"check nvidia-smi -L; {CONTAINER_REMEDY}"
 

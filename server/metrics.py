@@ -32,6 +32,10 @@ from s2moe.server.prompt_cache_metrics import PromptCacheMetrics
 from s2moe.server.speculation_metrics import SpeculationMetrics
 
 NAMESPACE = "s2moe"
+NO_ROUTE = "other"
+"""The route of requests that none takes, and of those that are refused before."""
+OTHER_METHOD = "other"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", OTHER_METHOD)
 APIS = ("chat", "completions", "responses", "messages", "embeddings")
 FINISHES = ("stop", "length", "tool_calls", "cancelled", "error")
 FAILURE_REASONS = (
@@ -114,6 +118,8 @@ class Metrics:
             "method",
             "code",
         )
+        # of the errors, those that an alert counts: the key is asked for before there is a route
+        _touch(self.http_requests, (NO_ROUTE,), METHODS, ("401",))
         self.http_duration = self._histogram(
             "http_request_duration_seconds",
             "From the request to the end of its answer",

@@ -32,15 +32,13 @@ from s2moe.server.engine_client import EngineClient
 from s2moe.server.error_dialects import error_response
 from s2moe.server.errors import CLIENT_GONE_STATUS, AuthenticationError, BodyQueueError, BodyTimeoutError
 from s2moe.server.logs import choose_request_id, request_id_var
-from s2moe.server.metrics import Metrics
+from s2moe.server.metrics import METHODS, NO_ROUTE, OTHER_METHOD, Metrics
 from s2moe.server.recorder import RequestRecorder
 
 OPEN_PATHS = frozenset({"/health", "/v1/health"}) | PAGE_PATHS | DOCS_PATHS
 _QUIET_ROUTES = frozenset({"/health", "/v1/health", "/metrics", *PAGE_ROUTES, *DOCS_ROUTES})
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _access_log = logging.getLogger("s2moe.server.access")
 _log = logging.getLogger(__name__)
-
 
 BODY_SEND_KEY = "s2moe.body_send"
 """Scope key of a `send` for body chunks that are not the last: no layer has anything to do with them, and a
@@ -82,8 +80,8 @@ class RequestContext:
             request_id_var.reset(token)
 
     def _account(self, scope: Scope, code: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
-        method = scope["method"] if scope["method"] in _METHODS else "other"
+        route = getattr(scope.get("route"), "path", NO_ROUTE)
+        method = scope["method"] if scope["method"] in METHODS else OTHER_METHOD
         self._metrics.http_requests.labels(route, method, str(code)).inc()
         self._metrics.http_duration.labels(route).observe(seconds)
         fields = {"method": method, "route": route, "status": code, "seconds": round(seconds, 6)}

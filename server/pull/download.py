@@ -8,13 +8,20 @@ import fcntl
 import io
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from s2moe.engine.pinned_wheel import sha256_of
 from s2moe.server.pull.choice import RemoteFile, RemoteModel, choose
-from s2moe.server.pull.errors import ChecksumError, DiskFullError, InterruptedPullError, PullError
+from s2moe.server.pull.errors import (
+    ChecksumError,
+    DiskFullError,
+    HubUnreachableError,
+    InterruptedPullError,
+    PullError,
+)
 from s2moe.server.pull.progress import Progress, percent_text, size_text
 
 if TYPE_CHECKING:
@@ -26,6 +33,9 @@ _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 """Of file systems that have no links, such as exFAT."""
 _TAG_LENGTH: Final = 12
+
+RETRY_WAITS_SECONDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Before a lost connection is taken up again; so many times, unless new bytes have come in between."""
 
 
 def pull(hub: Hub, repo: str, wanted: str | None, directory: Path, progress: Progress) -> Path:
@@ -113,17 +123,37 @@ def _receive(hub: Hub, listing: Listing, file: RemoteFile, out: _PartFile, progr
         progress.say(f"downloading {file.name}, {size_text(file.size_bytes)}")
     progress.start(file.name, file.size_bytes, have)
     try:
-        while have < file.size_bytes:
-            hub.read(listing, file, out, have)
-            before, have = have, out.tell()
-            if have <= before:
-                raise PullError(
-                    f"{hub.endpoint} sends nothing more of {file.name} after {size_text(have)} of "
-                    f"{size_text(file.size_bytes)}; run the same command again later"
-                )
+        _read_on(hub, listing, file, out, progress)
         os.fsync(out.fileno())
     finally:
         progress.stop()
+
+
+def _read_on(hub: Hub, listing: Listing, file: RemoteFile, out: _PartFile, progress: Progress) -> None:
+    """Until the file is whole. What may pass is tried again, as RETRY_WAITS_SECONDS says."""
+    waits = iter(RETRY_WAITS_SECONDS)
+    while (have := out.tell()) < file.size_bytes:
+        failure: HubUnreachableError | None = None
+        try:
+            hub.read(listing, file, out, have)
+        except HubUnreachableError as error:
+            failure = error
+        if out.tell() > have:
+            waits = iter(RETRY_WAITS_SECONDS)
+        if failure is not None:
+            wait_seconds = next(waits, None)
+            if not failure.passing_cause or wait_seconds is None:
+                raise failure
+            percent = percent_text(out.tell(), file.size_bytes)
+            progress.say(
+                f"{file.name} at {percent}: {failure.passing_cause}; trying again in {wait_seconds:g} s"
+            )
+            time.sleep(wait_seconds)
+        elif out.tell() == have:
+            raise PullError(
+                f"{hub.endpoint} sends nothing more of {file.name} after {size_text(have)} of "
+                f"{size_text(file.size_bytes)}; run the same command again later"
+            )
 
 
 def _verify(path: Path, file: RemoteFile, progress: Progress) -> None:

@@ -16,6 +16,11 @@ class HubUnreachableError(PullError):
 
     exit_code = 3
 
+    def __init__(self, message: str, *, passing_cause: str = "") -> None:
+        """`passing_cause`: in a few words, what may have passed at another try; empty = it will not."""
+        super().__init__(message)
+        self.passing_cause = passing_cause
+
 
 class NoSuchRepoError(PullError):
     """The repo does not exist, or is private; the hub does not tell which."""

@@ -9,18 +9,23 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 import httpx2
-from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.file_download import http_get
 
 # documented there, and not among what the module declares to export
-from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    disable_progress_bars,
+    hf_raise_for_status,
+    http_stream_backoff,
+)
 
 from s2moe.server.pull.choice import RemoteFile
 from s2moe.server.pull.errors import (
@@ -37,7 +42,19 @@ SLICE_BYTES: Final = 16 * 10**9
 _LISTING_SECONDS: Final = 30.0
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _NO_SHA256: Final = "0" * 64
-_TOO_MANY_REQUESTS: Final = 429
+_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]+)-[0-9]+/([0-9]+|\*)")
+
+_RANGE_NOT_SATISFIABLE: Final = 416
+_RETRIED_STATUSES: Final = (408, 429)
+"""After as long as the hub says, by huggingface_hub."""
+_PASSING_ERRORS: Final = (
+    httpx2.TimeoutException,
+    httpx2.NetworkError,
+    httpx2.RemoteProtocolError,
+    httpx2.ProxyError,
+)
+"""What a line, a proxy or a host that fails for a moment can bring about. The rest of httpx2's transport
+errors are a wrong address and a wrong use of HTTP."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +95,43 @@ class Hub:
         return Listing(repo, info.sha, files)
 
     def read(self, listing: Listing, file: RemoteFile, out: BinaryIO, have_bytes: int) -> None:
-        """Appends to `out`, which holds the first `have_bytes` of the file, the next slice of it.
+        """Appends to `out`, which holds the first `have_bytes` of the file, what one request for the next
+        slice brings: all of it or less.
 
-        A lost connection is taken up again a few times. Where the hub ignores ranges, `out` is begun anew.
-        Raises PullError, and OSError of `out`.
+        Where the hub ignores ranges, what `out` has already is passed over. Raises PullError, and OSError of
+        `out`.
         """
         end = min(have_bytes + SLICE_BYTES, file.size_bytes)
         url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=self.endpoint)
-        with self._explained(listing.repo, file):
-            # Not hf_hub_download: from 1.18 on it throws away what it has when it is interrupted.
-            http_get(
+        headers = build_hf_headers(library_name="s2moe")
+        headers |= {"Range": f"bytes={have_bytes}-{end - 1}", "Accept-Encoding": "identity"}
+        # Not hf_hub_download: from 1.18 on it throws away what it has when it is interrupted. Nor http_get:
+        # it takes up some kinds of lost connections only, one call deeper each time, and keeps whole 10 MB.
+        with (
+            self._explained(listing.repo, file),
+            http_stream_backoff(
+                "GET",
                 url,
-                out,
-                resume_size=have_bytes,
-                headers={**build_hf_headers(library_name="s2moe"), "Range": f"bytes=0-{end - 1}"},
-                expected_size=end,
-                displayed_filename=file.name,
-            )
+                headers=headers,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                retry_on_exceptions=(),
+                retry_on_status_codes=_RETRIED_STATUSES,
+            ) as response,
+        ):
+            hf_raise_for_status(response)
+            if not _is_of(response, file, have_bytes):
+                raise self._other_bytes()
+            n_known = 0
+            if response.status_code == httpx2.codes.OK:
+                n_known, end = have_bytes, file.size_bytes
+            at = have_bytes
+            for chunk in response.iter_bytes():
+                new = chunk[n_known:]
+                n_known -= len(chunk) - len(new)
+                at += len(new)
+                if at > end:
+                    raise self._other_bytes()
+                out.write(new)
 
     @contextlib.contextmanager
     def _explained(self, repo: str, file: RemoteFile | None = None) -> Iterator[None]:
@@ -124,15 +161,18 @@ class Hub:
             cause = " ".join(str(error).split()) or type(error).__name__
             raise HubUnreachableError(
                 f"cannot reach {self.endpoint} ({cause}): check network, proxy and HF_ENDPOINT, then run the "
-                "same command again; it goes on where it stopped"
+                "same command again; it goes on where it stopped",
+                passing_cause=cause if isinstance(error, _PASSING_ERRORS) else "",
             ) from error
         except OSError as error:
-            if error.errno is not None:
-                raise  # of the disk
-            raise HubUnreachableError(
-                f"{self.endpoint} sends more or less than it was asked for: run the same command again, "
-                "without proxy or mirror (HF_ENDPOINT) if it happens twice"
+            if file is not None:
+                raise  # of `out`
+            raise PullError(
+                f"cannot ask {self.endpoint} ({' '.join(str(error).split())}): check what HF_HOME, "
+                "HF_TOKEN_PATH and SSL_CERT_FILE name"
             ) from error
+        except HFValidationError as error:
+            raise NoSuchRepoError(f"{repo} can be no repo: check the name") from error
         except (ValueError, LookupError, TypeError) as error:
             raise PullError(
                 f"{self.endpoint} does not answer as a hub does ({type(error).__name__}): check HF_ENDPOINT"
@@ -144,12 +184,33 @@ class Hub:
                 f"{self.endpoint} refuses access to {repo} (status {status}): set HF_TOKEN to a valid token "
                 "that may read it, or unset it for a public repo"
             )
-        if status == _TOO_MANY_REQUESTS or status >= 500:
+        if status in _RETRIED_STATUSES or status >= 500:
             return HubUnreachableError(
                 f"{self.endpoint} is down or busy (status {status}): run the same command again later; it "
-                "goes on where it stopped"
+                "goes on where it stopped",
+                passing_cause=f"status {status}" if status >= 500 else "",
             )
+        if status == _RANGE_NOT_SATISFIABLE:
+            return self._other_bytes()
         return PullError(
             f"{self.endpoint} answers status {status} for {repo}: check HF_ENDPOINT; "
             f"`hf download {repo}` may have another way"
         )
+
+    def _other_bytes(self) -> PullError:
+        return HubUnreachableError(
+            f"{self.endpoint} sends more or less than it was asked for: run the same command again, "
+            "without proxy or mirror (HF_ENDPOINT) if it happens twice"
+        )
+
+
+def _is_of(response: httpx2.Response, file: RemoteFile, first_byte: int) -> bool:
+    """Whether it brings bytes of the file as it was listed, from `first_byte` on or all, by its headers."""
+    if response.status_code == httpx2.codes.PARTIAL_CONTENT:
+        found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+        return found is not None and int(found[1]) == first_byte and found[2] in ("*", str(file.size_bytes))
+    length = response.headers.get("content-length", "")
+    is_encoded = "content-encoding" in response.headers
+    return response.status_code == httpx2.codes.OK and (
+        not length or is_encoded or length == str(file.size_bytes)
+    )

@@ -70,7 +70,10 @@ class BarProgress:
         self._bar: Any = None
 
     def say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        if self._bar is None:
+            print(line, file=self._out, flush=True)
+        else:
+            self._bar.write(line, file=self._out)  # above the bar
 
     def start(self, name: str, size_bytes: int, done_bytes: int) -> None:
         self._bar = self._new_bar(

@@ -41,8 +41,8 @@ Labels = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def metrics_text() -> Iterator[str]:
-    """/metrics of a server with a key, after a request, a refusal, and the engine's first report."""
+def metrics_texts() -> Iterator[tuple[str, str]]:
+    """/metrics of a server with a key: after the engine's first report, and after a request and a refusal."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("S2MOE_API_KEY_FILE", "S2MOE_CONFIG"):
             patch.delenv(name, raising=False)
@@ -51,13 +51,28 @@ def metrics_text() -> Iterator[str]:
             cache = ExpertCache(io="buffered", reader="threads", reason=no_direct_reads)
             rig.metrics.on_stats(EngineStats(expert_cache=cache))
             headers = {"Authorization": f"Bearer {KEY}"}
+            at_start = http.get("/metrics", headers=headers).text
             assert http.post("/v1/chat/completions", json=chat(), headers=headers).status_code == 200
             assert http.get("/metrics").status_code == 401
-            yield http.get("/metrics", headers=headers).text
+            yield at_start, http.get("/metrics", headers=headers).text
+
+
+@pytest.fixture(scope="module")
+def metrics_text(metrics_texts: tuple[str, str]) -> str:
+    return metrics_texts[1]
 
 
 @pytest.fixture(scope="module")
 def exposed(metrics_text: str) -> dict[str, list[Labels]]:
+    return series_of(metrics_text)
+
+
+@pytest.fixture(scope="module")
+def exposed_at_start(metrics_texts: tuple[str, str]) -> dict[str, list[Labels]]:
+    return series_of(metrics_texts[0])
+
+
+def series_of(metrics_text: str) -> dict[str, list[Labels]]:
     """Labels of all series, by name, as Prometheus keeps them."""
     found: dict[str, list[Labels]] = {}
     for family in text_string_to_metric_families(metrics_text):
@@ -105,6 +120,30 @@ def test_every_label_that_is_summed_by_exists(question: Question, exposed: dict[
             names = {each.name for each in selectors_of(node.expr.prettify())}
             labels = {label for name in names for label in exposed[name][0]}
             assert set(node.modifier.labels) <= labels
+
+
+@pytest.mark.parametrize("question", questions_of_rules(), ids=lambda each: each.asker)
+def test_every_series_that_an_alert_counts_is_there_before_anything_happens(
+    question: Question, exposed_at_start: dict[str, list[Labels]]
+) -> None:
+    """Of a series that begins with an event, that event, or a burst of them, is no increase."""
+    for node in nodes_of(question.expression):
+        if isinstance(node, promql_parser.MatrixSelector):
+            selector = node.vector_selector
+            series = [each for each in exposed_at_start.get(selector.name, ()) if is_selected(each, selector)]
+            assert series, f"{selector.name}{selector.matchers} is not in /metrics of a new server"
+
+
+def test_threshold_of_each_quantile_is_the_bound_of_a_bucket(exposed: dict[str, list[Labels]]) -> None:
+    """Within a bucket, where nothing is known, histogram_quantile() takes a straight line."""
+    asked = [each for each in questions_of_rules() if "histogram_quantile" in each.expression]
+    assert asked
+    for question in asked:
+        comparison = promql_parser.parse(question.expression)
+        assert isinstance(comparison, promql_parser.BinaryExpr), question
+        assert isinstance(comparison.rhs, promql_parser.NumberLiteral), question
+        for selector in selectors_of(comparison.lhs.prettify()):
+            assert comparison.rhs.val in {float(each["le"]) for each in exposed[selector.name]}, question
 
 
 def test_a_series_that_does_not_exist_is_noticed(exposed: dict[str, list[Labels]]) -> None:

@@ -10,7 +10,14 @@ from fake_driver import H100, ORIN, RTX_3060, RTX_4090, build_driver, driver_env
 
 from s2moe.engine.cuda_build import CudaBuild
 from s2moe.engine.cuda_driver import CudaDevice, CudaDriver, CudaDriverError
-from s2moe.engine.cuda_probe import CudaFault, CudaProbe, CudaUnavailableError, Machine, probe_cuda
+from s2moe.engine.cuda_probe import (
+    GROUP_OPTION,
+    CudaFault,
+    CudaProbe,
+    CudaUnavailableError,
+    Machine,
+    probe_cuda,
+)
 
 BUILD = CudaBuild(True, (12, 6), ("87", "89", "90"))
 DESKTOP = Machine()
@@ -141,6 +148,68 @@ def test_no_gpu(play: Play) -> None:
     assert fault == CudaFault.NO_DEVICE
     assert "--gpus all" in message
     assert "CUDA_VISIBLE_DEVICES" not in message
+
+
+NODE = "/dev/dri/renderD128"
+
+
+@pytest.mark.parametrize(
+    ("machine", "where"),
+    [
+        (JETSON, "on this Jetson (L4T R35.4.1, JetPack 5) "),
+        (Machine(l4t=JETSON.l4t, denied_node=NODE), f"this user may not open {NODE}: on this Jetson (L4T "),
+        # a container that does not show the release
+        (Machine(denied_node=NODE), f"this user may not open {NODE}: on a Jetson "),
+    ],
+)
+@pytest.mark.parametrize(
+    ("init", "fault"),
+    [(0, CudaFault.NO_DEVICE), (100, CudaFault.NO_DEVICE), (999, CudaFault.DRIVER_FAILED)],
+)
+def test_user_who_may_not_use_the_gpu_of_a_jetson_is_told_the_groups(
+    play: Play, machine: Machine, where: str, init: int, fault: CudaFault
+) -> None:
+    found, message = play.refusal([], machine=machine, init=init)
+    assert found == fault
+    assert where in message
+    for text in ("the groups video and render", "--runtime nvidia", "--group-add video", GROUP_OPTION):
+        assert text in message
+
+
+def test_the_group_is_given_as_the_guide_to_containers_gives_it() -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "docker.md"
+    assert f"`{GROUP_OPTION}`" in guide.read_text()
+    assert NODE in GROUP_OPTION
+
+
+@pytest.mark.parametrize(
+    ("nodes", "closed", "denied"),
+    [
+        (["nvmap", "dri/renderD128"], ["dri/renderD128"], "dri/renderD128"),
+        (["nvmap", "dri/renderD128"], ["nvmap", "dri/renderD128"], "dri/renderD128"),
+        (["nvmap", "dri/renderD128"], ["nvmap"], "nvmap"),
+        (["nvmap", "dri/renderD128"], [], ""),
+        # not all of a Jetson's devices were given to the container
+        (["nvmap"], [], ""),
+        # a desktop, where CUDA does without
+        (["dri/renderD128"], ["dri/renderD128"], ""),
+    ],
+)
+def test_device_of_a_jetson_that_the_user_may_not_open_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[str],
+    closed: list[str],
+    denied: str,
+) -> None:
+    (tmp_path / "dri").mkdir()
+    for node in nodes:
+        (tmp_path / node).touch()
+    # root may open everything
+    refused = {tmp_path / node for node in closed}
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) not in refused)
+    machine = Machine.here(tmp_path / "no release", tmp_path)
+    assert machine.denied_node == (str(tmp_path / denied) if denied else "")
 
 
 @pytest.mark.parametrize("visible", ["", "7", "-1"])

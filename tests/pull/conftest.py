@@ -20,6 +20,13 @@ def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from s2moe.server.pull import download
+
+    monkeypatch.setattr(download, "RETRY_WAITS_SECONDS", (0.01, 0.02, 0.04, 0.08, 0.16))
+
+
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
     with FakeHub({MODEL: content_of(200_000), "README.md": b"# A model"}) as hub:

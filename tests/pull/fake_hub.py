@@ -6,11 +6,19 @@ of a large file to another host, and ranges there. Faults are set on the object 
 
 from __future__ import annotations
 
+import array
+import fcntl
 import hashlib
 import json
+import os
 import random
 import re
+import socket
+import struct
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,8 +28,6 @@ from urllib.parse import unquote, urlsplit
 REPO = "acme/moe-GGUF"
 MODEL = "moe-Q4_K_M.gguf"
 COMMIT = "1234567890123456789012345678901234567890"
-CHUNK_BYTES = 10 * 2**20
-"""huggingface_hub writes this much at a time: what a cut leaves is a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,22 @@ class FakeHub:
     """Sent in place of the JSON."""
     damaged: bool = False
     ignores_ranges: bool = False
+    on_cdn: bytes | None = None
+    """In place of every file that the hub lists."""
+    shift_bytes: int = 0
+    """Ranges begin that much later than was asked for."""
+    part_bytes: int | None = None
+    """At most so much comes of a range, properly said."""
+    goes_on_for_bytes: int = 0
+    """Answers are chunked, and so long, whatever was asked for."""
     cuts: list[int] = field(default_factory=list)
-    """For each of the next downloads: bytes after which the connection is closed."""
+    """For each of the next downloads: where in the file the connection is closed."""
+    resets: bool = False
+    """Cuts are resets (RST), as of a firewall or a host that has crashed."""
+    refused: int = 0
+    """So many of the next downloads are sent to a port on which nobody listens."""
+    failures: list[int] = field(default_factory=list)
+    """Status of each of the next downloads."""
     stall_after_bytes: int | None = None
     """Downloads stop there, without an end of the connection."""
     seen: list[Seen] = field(default_factory=list)
@@ -66,12 +86,15 @@ class FakeHub:
         self._over = threading.Event()
         self._hub = _serve(self._answer_hub)
         self._cdn = _serve(self._answer_cdn)
+        self._deaf = socket.socket()  # bound and not listening: connections are refused
+        self._deaf.bind(("127.0.0.1", 0))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        self._deaf.close()
         for server in (self._hub, self._cdn):
             server.shutdown()
             server.server_close()
@@ -96,11 +119,18 @@ class FakeHub:
         name = path.removeprefix(f"/{REPO}/resolve/{COMMIT}/")
         if name not in self.files:
             return _refuse(request, Refusal(404, "EntryNotFound", "Entry not found"))
-        cdn = f"http://localhost:{self._cdn.server_address[1]}/{request.path.rsplit(COMMIT + '/', 1)[1]}"
+        port = self._cdn.server_address[1]
+        if self.refused:
+            self.refused -= 1
+            port = self._deaf.getsockname()[1]
+        cdn = f"http://localhost:{port}/{request.path.rsplit(COMMIT + '/', 1)[1]}"
         return _send(request, 302, b"", {"Location": cdn, "X-Repo-Commit": COMMIT})
 
     def _answer_cdn(self, request: BaseHTTPRequestHandler) -> None:
         content = self.files[self._note("cdn", request).lstrip("/")]
+        if self.failures:
+            return _refuse(request, Refusal(self.failures.pop(0)))
+        content = content if self.on_cdn is None else self.on_cdn
         size = len(content)
         if self.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -108,11 +138,20 @@ class FakeHub:
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         ranged = wanted is not None and not self.ignores_ranges
         if wanted is not None and ranged:
-            first, last = int(wanted[1]), min(int(wanted[2] or last), last)
+            first, last = int(wanted[1]) + self.shift_bytes, min(int(wanted[2] or last), last)
+            if first >= size:
+                return _send(request, 416, b"", {"Content-Range": f"bytes */{size}"})
+            last = min(last, first + (self.part_bytes or size) - 1)
         request.send_response(206 if ranged else 200)
-        request.send_header("Content-Length", str(last + 1 - first))
         if ranged:
             request.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+        if self.goes_on_for_bytes:
+            request.send_header("Transfer-Encoding", "chunked")
+            request.end_headers()
+            body = content[first:].ljust(self.goes_on_for_bytes)
+            request.wfile.write(f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n")
+            return None
+        request.send_header("Content-Length", str(last + 1 - first))
         request.end_headers()
         cut = self.cuts.pop(0) if self.cuts else None
         end = min(last + 1, *(each for each in (cut, self.stall_after_bytes) if each is not None), size)
@@ -121,6 +160,9 @@ class FakeHub:
             self._over.wait()
         if end <= last:
             request.close_connection = True
+            if self.resets:
+                _reset(request.connection)
+        return None
 
     def _note(self, host: str, request: BaseHTTPRequestHandler) -> str:
         path = unquote(urlsplit(request.path).path)
@@ -145,6 +187,15 @@ def content_of(size_bytes: int, seed: int = 0) -> bytes:
     return b"GGUF" + random.Random(seed).randbytes(size_bytes - 4)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client may be gone before it has been answered in full."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 def _serve(answer: Callable[[BaseHTTPRequestHandler], None]) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -158,10 +209,20 @@ def _serve(answer: Callable[[BaseHTTPRequestHandler], None]) -> ThreadingHTTPSer
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     return server
+
+
+def _reset(connection: socket.socket) -> None:
+    """Once all that was sent has arrived: a reset throws away the rest."""
+    unsent = array.array("i", [1])
+    deadline = time.monotonic() + 10
+    while unsent[0] and time.monotonic() < deadline:
+        fcntl.ioctl(connection, termios.TIOCOUTQ, unsent)
+        time.sleep(0.005)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(connection.detach())  # at once, and without the FIN of http.server's own end
 
 
 def _refuse(request: BaseHTTPRequestHandler, refusal: Refusal) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -79,18 +80,30 @@ def test_models_go_to_the_cache_directory_unless_told_otherwise(hub: FakeHub, tm
     assert (tmp_path / "models" / MODEL).read_bytes() == hub.files[MODEL]
 
 
+def all_shown(terminal: int) -> str:
+    """What was written to a terminal whose other end is closed. Closes this one."""
+    pieces = []
+    with contextlib.suppress(OSError):  # EIO: that was all
+        while piece := os.read(terminal, 65536):
+            pieces.append(piece)
+    os.close(terminal)
+    return b"".join(pieces).decode()
+
+
 def test_terminal_gets_a_bar(hub: FakeHub, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         progress = progress_on(terminal)
         progress.start(MODEL, 1000, 250)
         progress.at(500)
+        progress.say("trying again")
         progress.stop()
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
+    shown = all_shown(ours)
     assert "\r" in shown
     assert MODEL in shown
     assert "50%" in shown
+    # above the bar, in a line of its own
+    assert "\rtrying again\r\n" in shown
 
 
 def test_lines_are_told_now_and_then() -> None:

@@ -74,6 +74,29 @@ def test_unreachable_hub_is_said_with_its_address(tmp_path: Path, url: str) -> N
     assert "HF_ENDPOINT" in str(caught.value)
 
 
+@pytest.mark.parametrize("variable", ["HF_TOKEN_PATH", "SSL_CERT_FILE"])
+def test_what_cannot_be_read_before_the_hub_is_asked_is_said(
+    hub: FakeHub, tmp_path: Path, variable: str
+) -> None:
+    # a folder in place of a token, no file in place of certificates
+    value = {"HF_TOKEN_PATH": str(tmp_path), "SSL_CERT_FILE": "/nonexistent"}[variable]
+    process = start_pull(hub.url, REPO, "--dir", str(tmp_path), **{variable: value})
+    out, error = process.communicate(timeout=120)
+    assert (process.returncode, out) == (1, "")
+    assert error.count("\n") == 1
+    assert variable in error
+    assert hub.seen == []
+
+
+@pytest.mark.parametrize("repo", ["acme/moe--GGUF", "acme/moe.", "acme/" + "m" * 100])
+def test_name_that_no_hub_knows_is_no_repo(hub: FakeHub, tmp_path: Path, repo: str) -> None:
+    with pytest.raises(PullError) as caught:
+        pull(Hub(hub.url), repo, None, tmp_path, progress_on())
+    assert caught.value.exit_code == 4
+    assert repo in str(caught.value)
+    assert hub.seen == []
+
+
 def test_offline_mode_is_said(hub: FakeHub, tmp_path: Path) -> None:
     process = start_pull(hub.url, REPO, "--dir", str(tmp_path), HF_HUB_OFFLINE="1")
     out, error = process.communicate(timeout=120)

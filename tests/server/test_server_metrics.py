@@ -113,6 +113,32 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
         assert found[(f"s2moe_{name}", tuple(sorted(labels.items())))] == 0
 
 
+async def test_no_refusal_of_a_key_begins_a_series(start_server: StartServer) -> None:
+    """It would not be counted: to `increase()` the first sample of a series is where it starts."""
+    rig = await start_server(api_key="right")
+
+    async def refusals() -> dict[tuple[str, str], float]:
+        text = (await rig.http.get("/metrics", headers=rig.key_headers)).text
+        return {
+            (sample.labels["route"], sample.labels["method"]): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "s2moe_http_requests_total" and sample.labels["code"] == "401"
+        }
+
+    before = await refusals()
+    assert set(before.values()) == {0}
+    requests = [
+        *((method, CHAT) for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "PROPFIND")),
+        *(("GET", path) for path in ("/metrics", "/v1/models", "/invented")),
+    ]
+    for method, path in requests:
+        assert (await rig.http.request(method, path)).status_code == 401
+    after = await refusals()
+    assert set(after) == set(before)
+    assert sum(after.values()) == len(requests)
+
+
 async def test_names_keep_the_rules(rig: ServerRig) -> None:
     await rig.post(chat())
     for name, family in (await families(rig)).items():
