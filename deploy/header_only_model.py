@@ -111,11 +111,11 @@ class Shape:
             yield "attn_sinks.weight", (self.n_head,)
 
     def _latent_attention(self) -> Iterator[tuple[str, Dims]]:
+        """As converted until April 2025, with one matrix that restores keys and values: these are cached."""
         yield "attn_q.weight", (self.n_head * (self.head_dim + self.rope_dim), self.n_embd)
         yield "attn_kv_a_mqa.weight", (self.kv_lora_rank + self.rope_dim, self.n_embd)
         yield "attn_kv_a_norm.weight", (self.kv_lora_rank,)
-        yield "attn_k_b.weight", (self.n_head, self.kv_lora_rank, self.head_dim)
-        yield "attn_v_b.weight", (self.n_head, self.head_dim, self.kv_lora_rank)
+        yield "attn_kv_b.weight", (self.n_head * 2 * self.head_dim, self.kv_lora_rank)
         yield "attn_output.weight", (self.n_embd, self.n_head * self.head_dim)
 
     def _dense_ffn(self, suffix: str, n_ff: int) -> Iterator[tuple[str, Dims]]:
@@ -191,10 +191,8 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 def _add_latent_attention(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_kv_lora_rank(shape.kv_lora_rank)
-    writer.add_key_length(shape.kv_lora_rank + shape.rope_dim)
-    writer.add_value_length(shape.kv_lora_rank)
-    writer.add_key_length_mla(shape.head_dim + shape.rope_dim)
-    writer.add_value_length_mla(shape.head_dim)
+    writer.add_key_length(shape.head_dim + shape.rope_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.rope_dim)
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(40.0)
@@ -203,8 +201,6 @@ def _add_latent_attention(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_leading_dense_block_count(shape.n_dense_lead)
     writer.add_expert_shared_count(shape.n_expert_shared)
     writer.add_expert_weights_scale(1.0)
-    writer.add_expert_weights_norm(False)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:

@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 
 from header_only_model import Shape, write_header_only
 
+from s2moe.engine.memory import CONTAINER_RESERVE_SHARE
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -51,12 +53,29 @@ class Board:
     budget_gib: int
     """For s2moe; the rest is left to the system."""
 
+    @property
+    def budget_mib(self) -> int:
+        return self.budget_gib * 1024
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine with an RTX 4090, by its memory."""
+
+    name: str
+    limit_gib: int
+    """Of the container; the rest is left to the system."""
+
+    @property
+    def budget_mib(self) -> int:
+        """What `--memory-budget auto` makes of the limit."""
+        return int(self.limit_gib * 1024 * (1 - CONTAINER_RESERVE_SHARE))
+
 
 JETSONS = (Board("16 GB", 12), Board("32 GB", 26), Board("64 GB", 56))
 RTX_4090_GIB = 22
 """Of 24: the driver, a desktop and the kernels take the rest."""
-HOSTS = (JETSONS[1], JETSONS[2])
-"""Memory beside an RTX 4090."""
+HOSTS = (Host("32 GB", 26), Host("64 GB", 56))
 
 
 class SettingsError(Exception):
@@ -94,6 +113,21 @@ class Plan:
         missing = 1 - self.report["plan"]["resident_share"]
         return missing**ROUTING_SKEW * self.token_bytes, missing * self.token_bytes
 
+    @property
+    def dense_bytes(self) -> int:
+        """Everything but experts, as it would lie in a GPU's memory."""
+        return self.pool("weights", "kv", "compute")
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.dense_bytes + int(self.report["model"]["expert_bytes"])
+
+    @property
+    def vram_share(self) -> float:
+        """Of the experts, in an RTX 4090: as engine/gpu_plan.py has it. 1 = all."""
+        expert_bytes = self.report["model"]["expert_bytes"]
+        return min(1.0, (RTX_4090_GIB * GIB - self.dense_bytes) / float(expert_bytes))
+
     def pool(self, *names: str) -> int:
         return sum(int(self.report["plan"]["pools"][name]) for name in names)
 
@@ -113,30 +147,30 @@ class Inspector:
         for shape in self.shapes:
             write_header_only(self._path(shape), shape)
 
-    def plan(self, shape: Shape, budget_gib: int, n_ctx: int = USUAL_CTX) -> Plan:
+    def plan(self, shape: Shape, budget_mib: int, n_ctx: int = USUAL_CTX) -> Plan:
         """Raises SettingsError."""
         n_ctx = min(n_ctx, shape.n_ctx_train)
-        key = (shape.name, budget_gib, n_ctx)
+        key = (shape.name, budget_mib, n_ctx)
         if key not in self._plans:
-            self._plans[key] = self._inspect(shape, budget_gib, n_ctx)
+            self._plans[key] = self._inspect(shape, budget_mib, n_ctx)
         return self._plans[key]
 
-    def _inspect(self, shape: Shape, budget_gib: int, n_ctx: int) -> Plan:
+    def _inspect(self, shape: Shape, budget_mib: int, n_ctx: int) -> Plan:
         command = [sys.executable, "-m", "s2moe.server", "inspect", str(self._path(shape)), "--json"]
-        command += ["--memory-budget", f"{budget_gib}GiB", "--ctx", str(n_ctx)]
+        command += ["--memory-budget", f"{budget_mib}MiB", "--ctx", str(n_ctx)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if not result.stdout.startswith("{"):
             raise SettingsError(f"`s2moe inspect` of {shape.name} failed: {result.stderr.strip()}")
         return Plan(shape, json.loads(result.stdout))
 
-    def best_plan(self, shape: Shape, budget_gib: int) -> Plan:
-        """With the usual context, or a longer one while every expert still fits."""
-        usual = self.plan(shape, budget_gib)
-        if usual.all_resident:
+    def best_plan(self, shape: Shape, budget_mib: int, holds_all: Callable[[Plan], bool]) -> Plan:
+        """With the longest context for which it still holds all experts, or the usual one."""
+        usual = self.plan(shape, budget_mib)
+        if holds_all(usual):
             for n_ctx in LONG_CTXS:
                 if min(n_ctx, shape.n_ctx_train) > usual.n_ctx:
-                    longer = self.plan(shape, budget_gib, n_ctx)
-                    if longer.all_resident:
+                    longer = self.plan(shape, budget_mib, n_ctx)
+                    if holds_all(longer):
                         return longer
         return usual
 
@@ -153,7 +187,7 @@ def read_shapes() -> tuple[Shape, ...]:
 
 def models_table(inspector: Inspector) -> str:
     rows = []
-    for plan in _each(lambda shape: inspector.plan(shape, JETSONS[-1].budget_gib), inspector.shapes):
+    for plan in _each(lambda shape: inspector.plan(shape, JETSONS[-1].budget_mib), inspector.shapes):
         model = plan.report["model"]
         expert_text = f"{model['bytes_per_expert']['max'] / MIB:.1f} MiB"
         rows.append(
@@ -178,7 +212,9 @@ def models_table(inspector: Inspector) -> str:
 def jetson_table(inspector: Inspector) -> str:
     rows = []
     pairs = [(board, shape) for board in JETSONS for shape in inspector.shapes]
-    plans = _each(lambda pair: inspector.best_plan(pair[1], pair[0].budget_gib), pairs)
+    plans = _each(
+        lambda pair: inspector.best_plan(pair[1], pair[0].budget_mib, lambda plan: plan.all_resident), pairs
+    )
     for (board, shape), plan in zip(pairs, plans, strict=True):
         flags = f"`--memory-budget {board.budget_gib}GiB --ctx-size {plan.n_ctx}`" if plan.fits else "–"
         rows.append((board.name, shape.name, flags, *_residency(plan)))
@@ -187,31 +223,23 @@ def jetson_table(inspector: Inspector) -> str:
 
 def rtx_4090_table(inspector: Inspector) -> str:
     rows = []
-    for shape, plans in zip(
-        inspector.shapes,
-        _each(
-            lambda shape: [inspector.plan(shape, host.budget_gib) for host in HOSTS],
-            inspector.shapes,
+    pairs = [(host, shape) for host in HOSTS for shape in inspector.shapes]
+    plans = _each(
+        lambda pair: inspector.best_plan(
+            pair[1], pair[0].budget_mib, lambda plan: plan.all_resident and plan.vram_share == 1
         ),
-        strict=True,
-    ):
-        plan = plans[-1]
-        dense_bytes = plan.pool("weights", "kv", "compute")
-        expert_bytes = plan.report["model"]["expert_bytes"]
-        share = (RTX_4090_GIB * GIB - dense_bytes) / expert_bytes  # as engine/gpu_plan.py has it
-        rows.append(
-            (
-                shape.name,
-                _gib(dense_bytes + expert_bytes),
-                _gib(dense_bytes),
-                "all" if share >= 1 else f"{100 * share:.0f} %",
-                *(_share(each) for each in plans),
-            )
-        )
-    hosts = [f"experts in host memory, of {host.name}" for host in HOSTS]
-    return _markdown(
-        ("model", "all of it, with KV and buffers", "without its experts", "experts in VRAM", *hosts), rows
+        pairs,
     )
+    for (host, shape), plan in zip(pairs, plans, strict=True):
+        settings = f"`S2MOE_MEMORY_LIMIT={host.limit_gib}g` `S2MOE_CTX_SIZE={plan.n_ctx}`"
+        in_vram = "all" if plan.vram_share == 1 else f"{100 * plan.vram_share:.0f} %"
+        sizes = (_gib(plan.whole_bytes), _gib(plan.dense_bytes))
+        rows.append((host.name, shape.name, settings if plan.fits else "–", *sizes, in_vram, _share(plan)))
+    return _markdown(
+        ("host", "model", "settings", "all of it, with KV and buffers", "without its experts",
+         "experts in VRAM", "experts in host memory"),
+        rows,
+    )  # fmt: skip
 
 
 def _each(function: Callable[[T], R], values: Sequence[T]) -> list[R]:

@@ -65,6 +65,8 @@ class Variant:
     kv_lora_rank: int = 0
     rope_dim: int = 0
     """Of MLA, where only this part of a head is rotated; 0 = the whole head."""
+    uncompressed_kv: bool = False
+    """MLA as it was converted until April 2025: keys and values of all heads are cached."""
     selection_bias: bool = False
     """exp_probs_b, added to the router's probabilities for the selection alone."""
     merged_gate_up: bool = False
@@ -114,6 +116,10 @@ ARCHITECTURES: dict[str, Variant] = {
     "deepseek2-lite-merged": Variant(
         **_DEEPSEEK, tokenizer_pre="deepseek-llm", gating="softmax", n_expert=16, n_expert_used=6,
         n_expert_shared=2, normalised_weights=False, merged_gate_up=True,
+    ),
+    "deepseek2-lite-2024": Variant(
+        **{**_DEEPSEEK, "n_head_kv": 4}, tokenizer_pre="deepseek-llm", gating="softmax", n_expert=16,
+        n_expert_used=6, n_expert_shared=2, normalised_weights=False, uncompressed_kv=True,
     ),
     # DeepSeek-V3: sigmoid router with a selection bias, limited to 2 of 4 groups, scaled weights.
     "deepseek2-v3": Variant(
@@ -290,11 +296,15 @@ def _add_deepseek2_hyperparameters(writer: gguf.GGUFWriter, variant: Variant) ->
     writer.add_leading_dense_block_count(variant.n_dense_lead)
     writer.add_q_lora_rank(variant.q_lora_rank)
     writer.add_kv_lora_rank(variant.kv_lora_rank)
-    # MLA runs as attention with one KV head of kv_lora_rank + rope_dim values.
-    writer.add_key_length(variant.kv_lora_rank + variant.rope_dim)
-    writer.add_value_length(variant.kv_lora_rank)
-    writer.add_key_length_mla(variant.head_dim + variant.rope_dim)
-    writer.add_value_length_mla(variant.head_dim)
+    if variant.uncompressed_kv:
+        writer.add_key_length(variant.head_dim + variant.rope_dim)
+        writer.add_value_length(variant.head_dim)
+    else:
+        # MLA runs as attention with one KV head of kv_lora_rank + rope_dim values.
+        writer.add_key_length(variant.kv_lora_rank + variant.rope_dim)
+        writer.add_value_length(variant.kv_lora_rank)
+        writer.add_key_length_mla(variant.head_dim + variant.rope_dim)
+        writer.add_value_length_mla(variant.head_dim)
     writer.add_rope_dimension_count(variant.rope_dim)
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(40.0)
@@ -303,11 +313,12 @@ def _add_deepseek2_hyperparameters(writer: gguf.GGUFWriter, variant: Variant) ->
     writer.add_expert_feed_forward_length(variant.n_ff_exp)
     writer.add_expert_shared_count(variant.n_expert_shared)
     writer.add_expert_weights_scale(variant.weights_scale)
-    writer.add_expert_weights_norm(variant.normalised_weights)
-    sigmoid = variant.gating == "sigmoid"
-    writer.add_expert_gating_func(
-        gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
-    )
+    if not variant.uncompressed_kv:  # files of that time say neither
+        writer.add_expert_weights_norm(variant.normalised_weights)
+        sigmoid = variant.gating == "sigmoid"
+        writer.add_expert_gating_func(
+            gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
+        )
     if variant.n_group > 1:
         writer.add_expert_group_count(variant.n_group)
         writer.add_expert_group_used_count(variant.n_group_used)
@@ -359,7 +370,7 @@ class _Tensors:
             self._vector(f"{block}.attn_sinks.weight", v.n_head, std=1.0)
 
     def _latent_attention(self, block: str) -> None:
-        """DeepSeek's MLA, with the up-projections of keys and values stored per head."""
+        """DeepSeek's MLA; the up-projections of keys and values are stored per head, once together."""
         v = self.variant
         q = v.n_head * (v.head_dim + v.rope_dim)
         if v.q_lora_rank:
@@ -370,8 +381,11 @@ class _Tensors:
             self._matrix(f"{block}.attn_q", q, v.n_embd)
         self._matrix(f"{block}.attn_kv_a_mqa", v.kv_lora_rank + v.rope_dim, v.n_embd)
         self._norm(f"{block}.attn_kv_a_norm", v.kv_lora_rank)
-        self._matrix(f"{block}.attn_k_b", v.n_head, v.kv_lora_rank, v.head_dim)
-        self._matrix(f"{block}.attn_v_b", v.n_head, v.head_dim, v.kv_lora_rank)
+        if v.uncompressed_kv:
+            self._matrix(f"{block}.attn_kv_b", v.n_head * 2 * v.head_dim, v.kv_lora_rank)
+        else:
+            self._matrix(f"{block}.attn_k_b", v.n_head, v.kv_lora_rank, v.head_dim)
+            self._matrix(f"{block}.attn_v_b", v.n_head, v.head_dim, v.kv_lora_rank)
         self._matrix(f"{block}.attn_output", v.n_embd, v.n_head * v.head_dim)
 
     def _dense_ffn(self, block: str, suffix: str = "", n_ff: int | None = None) -> None:

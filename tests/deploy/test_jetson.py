@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -62,6 +63,43 @@ def test_little_of_the_system_is_exposed(units: Path) -> None:
     exposure = re.search(r"Overall exposure level for \S+: ([0-9.]+)", result.stdout)
     assert exposure is not None, result.stderr
     assert float(exposure[1]) < MOST_EXPOSED, result.stdout
+
+
+CLOSE_DEVICES = ("PrivateDevices", "ProtectClock", "DevicePolicy", "DeviceAllow")
+"""Settings under which a service opens few or no device nodes; ProtectClock in systemd before 252."""
+
+
+def service_settings(*files: Path) -> dict[str, str]:
+    """As systemd merges them: of settings that have one value the last counts."""
+    text = "\n".join(file.read_text() for file in files)
+    return dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+
+
+def test_the_drop_in_lets_the_gpu_s_device_nodes_be_opened() -> None:
+    unit = JETSON / "s2moe.service"
+    alone, merged = service_settings(unit), service_settings(unit, JETSON / "gpu.conf")
+    assert alone["PrivateDevices"] == alone["ProtectClock"] == "yes"
+    assert {merged.get(name, "no") for name in CLOSE_DEVICES} == {"no"}
+    assert merged["NoNewPrivileges"] == "yes"  # nothing else is opened
+    assert {name for name in alone if merged[name] != alone[name]} == {"PrivateDevices", "ProtectClock"}
+
+
+@needs_systemd
+def test_systemd_merges_the_drop_in_so(units: Path) -> None:
+    protections = {"PrivateDevices", "ProtectClock", "NoNewPrivileges"}
+    assert kept_protections(units) & protections == {"NoNewPrivileges"}
+    drop_in = units / "s2moe.service.d" / "gpu.conf"
+    drop_in.write_text(drop_in.read_text().replace("ProtectClock=no", ""))
+    assert kept_protections(units) & protections == {"NoNewPrivileges", "ProtectClock"}
+
+
+def kept_protections(units: Path) -> set[str]:
+    """The settings by which systemd finds the service protected."""
+    arguments = ("security", "--offline=true", "--json=short", "--no-pager", str(units / "s2moe.service"))
+    result = analyze(*arguments)
+    if not result.stdout.startswith("["):
+        pytest.skip("this systemd-analyze is older than 250 and cannot judge a file")
+    return {finding["json_field"] for finding in json.loads(result.stdout) if finding["set"]}
 
 
 def test_settings_are_the_server_s() -> None:

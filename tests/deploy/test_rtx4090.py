@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-from pathlib import Path
+import sys
 from typing import Any
 
 import pytest
@@ -14,12 +12,17 @@ import yaml
 
 from s2moe.server.settings import Settings, env_of
 
-ROOT = Path(__file__).resolve().parents[2]
+from documented import ROOT, commands
+
+sys.path.insert(0, str(ROOT / "deploy"))
+
+import settings_table
+
 README = ROOT / "README.md"
 COMPOSE = ROOT / "deploy" / "rtx4090" / "compose.yml"
-HAS_COMPOSE = shutil.which("docker") is not None and (
-    subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
-)
+GUIDE = COMPOSE.with_name("README.md")
+HOST_GIB = 6
+"""Of memory, which the guide leaves to the host."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def test_compose_makes_the_volume_that_docker_run_uses_where_it_is_missing(serve
     source = server["volumes"][0].partition(":")[0]
     volume = yaml.safe_load(COMPOSE.read_text())["volumes"][source]
     assert not volume.get("external")
-    for page in (README, COMPOSE.with_name("README.md")):
+    for page in (README, GUIDE):
         mounted = re.findall(r"-v (\S+):/models ", page.read_text())
         assert mounted
         assert set(mounted) == {volume["name"]}, page
@@ -71,16 +74,40 @@ def test_compose_makes_the_volume_that_docker_run_uses_where_it_is_missing(serve
 
 def test_the_gpu_is_used_unless_the_user_says_otherwise(server: dict[str, Any]) -> None:
     assert server["environment"]["S2MOE_DEVICE"] == "${S2MOE_DEVICE:-cuda}"
-    (flags,) = re.findall(r"^    docker run .* s2moe:4090 (.*)$", README.read_text(), re.MULTILINE)
+    (flags,) = (line for line in commands(README, "docker run") if "s2moe:4090" in line)
     assert "--device cuda" in flags
     # it would mean slots for experts, even if the model would fit whole
     assert "--memory-budget" not in flags
     assert server["environment"]["S2MOE_MEMORY_BUDGET"] == "${S2MOE_MEMORY_BUDGET:-auto}"
 
 
-@pytest.mark.skipif(not HAS_COMPOSE, reason="there is no docker compose")
-def test_compose_accepts_the_file() -> None:
-    environment = {"S2MOE_MODEL": "model.gguf", "S2MOE_API_KEY_FILE": "/dev/null", "PATH": "/usr/bin:/bin"}
-    command = ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+def test_it_is_there_again_after_a_reboot(server: dict[str, Any]) -> None:
+    """`on-failure` is not: at shutdown the server ends with 0."""
+    assert server["restart"] == "unless-stopped"
+    pages = (README, GUIDE, ROOT / "docs/docker.md")
+    assert all("unless-stopped" in page.read_text() for page in pages[1:])
+    assert not any("on-failure" in page.read_text() for page in pages)
+
+
+def variables_of_the_file() -> dict[str, str]:
+    """What may be set, with the defaults; "" where one must be."""
+    return dict(re.findall(r"\$\{(S2MOE_\w+):(?:-([^}]*)|\?[^}]*)\}", COMPOSE.read_text()))
+
+
+def test_the_guide_lists_the_variables_of_the_file() -> None:
+    listed = re.findall(r"^\| `(S2MOE_\w+)` \| (?:`([^`]*)`)? ?\|", GUIDE.read_text(), re.MULTILINE)
+    assert dict(listed) == variables_of_the_file()
+
+
+def test_each_row_of_what_fits_is_settings_to_type() -> None:
+    header, _, *rows = settings_table.table_in(GUIDE.read_text(), "rtx4090").splitlines()
+    column = header.split(" | ").index("settings")
+    assert rows
+    for row in rows:
+        host, *cells = row.removeprefix("| ").split(" | ")
+        settings = dict(setting.split("=") for setting in re.findall(r"`([^`]+)`", cells[column - 1]))
+        assert set(settings) == {"S2MOE_MEMORY_LIMIT", "S2MOE_CTX_SIZE"}
+        assert set(settings) <= set(variables_of_the_file())
+        limit = re.fullmatch(r"(\d+)g", settings["S2MOE_MEMORY_LIMIT"])
+        assert limit is not None
+        assert int(limit[1]) <= int(host.removesuffix(" GB")) - HOST_GIB

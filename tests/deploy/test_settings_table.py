@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,9 @@ from pathlib import Path
 import gguf
 import pytest
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+MODELS_PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(DEPLOY))
 
 import settings_table  # noqa: E402
@@ -19,21 +22,22 @@ from header_only_model import Shape, write_header_only  # noqa: E402
 SHAPES = {shape.name: shape for shape in settings_table.read_shapes()}
 MIB = 2**20
 
-# Tensors by type as llama.cpp counts them when it loads the published files.
+# Tensors by type as llama.cpp counts them when it loads the published files; for DeepSeek-V2-Lite one of the
+# same shape and age, of DeepSeek-Coder-V2-Lite.
 PUBLISHED_TENSORS = {
+    "DeepSeek-V2-Lite": {"F32": 108, "Q5_0": 14, "Q8_0": 13, "Q4_K": 229, "Q6_K": 13},
     "Qwen3-30B-A3B": {"F32": 241, "Q4_K": 289, "Q6_K": 49},
     "GPT-OSS-20B": {"F32": 289, "Q8_0": 98, "MXFP4": 72},
     "GPT-OSS-120B": {"F32": 433, "Q8_0": 146, "MXFP4": 108},
 }
 
-# docs/models.md
 PUBLISHED_GB = {
-    "OLMoE-1B-7B": 4.21,
-    "DeepSeek-V2-Lite": 10.4,
-    "Qwen3-30B-A3B": 18.6,
-    "GPT-OSS-20B": 12.1,
-    "GPT-OSS-120B": 63.4,
+    name: float(size)
+    for name, size in re.findall(
+        r"^\| ([\w.-]+) \| `\S+` \| `\S+\.gguf`.*? \| ([\d.]+) GB \|$", MODELS_PAGE.read_text(), re.MULTILINE
+    )
 }
+"""Of the files that docs/models.md names."""
 
 
 def types_of(shape: Shape) -> dict[str, int]:
@@ -43,6 +47,26 @@ def types_of(shape: Shape) -> dict[str, int]:
 @pytest.mark.parametrize("name", PUBLISHED_TENSORS)
 def test_types_are_those_of_published_files(name: str) -> None:
     assert types_of(SHAPES[name]) == PUBLISHED_TENSORS[name]
+
+
+def test_models_of_the_tables_are_those_of_the_page() -> None:
+    assert set(SHAPES) == set(PUBLISHED_GB)
+
+
+def test_kv_cache_of_the_table_is_that_of_the_file_on_the_page() -> None:
+    """The file of DeepSeek-V2-Lite is older than compressed KV caches, which take a ninth."""
+    (row,) = re.findall(
+        r"^\| DeepSeek-V2-Lite \|.*= (\d+) KiB per token, .*$", MODELS_PAGE.read_text(), re.MULTILINE
+    )
+    shape = SHAPES["DeepSeek-V2-Lite"]
+    head_values = shape.head_dim + shape.rope_dim + shape.head_dim
+    assert shape.n_layer * shape.n_head_kv * head_values * 2 == int(row) * 1024
+
+    table = settings_table.table_in(settings_table.JETSON_README.read_text(), "models")
+    ((kv_mib, n_ctx),) = re.findall(
+        r"^\| \[DeepSeek-V2-Lite\].*\| (\d+) MiB for (\d+) \|", table, re.MULTILINE
+    )
+    assert int(kv_mib) * 1024 == int(row) * int(n_ctx)
 
 
 def test_short_rows_are_stored_as_llama_cpp_stores_them() -> None:

@@ -29,7 +29,7 @@ A = [40 + (7 * i) % 200 for i in range(150)]
 B = [41 + (11 * i) % 190 for i in range(130)]
 REST = [50 + (3 * i) % 180 for i in range(40)]
 WINDOWED = ("gpt-oss",)
-PLAIN = ("olmoe", "qwen3moe", "deepseek2-lite", "dense")
+PLAIN = ("olmoe", "qwen3moe", "deepseek2-lite", "deepseek2-lite-2024", "dense")
 LONG_A = "Tell me a story about the old lighthouse keeper. " * 8
 LONG_B = "Name the colours of the rainbow, one after the other. " * 8
 SAMPLINGS = [wire.Sampling(temperature=0), wire.Sampling(temperature=0.9, seed=11)]

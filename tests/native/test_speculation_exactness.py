@@ -27,7 +27,7 @@ from stored_model import PROMPT, Layout, StoredModel, settle
 pytestmark = pytest.mark.usefixtures("batch_invariance")
 
 MODELS = [*EXPERT_MODELS, *SPLIT_MODELS]
-FAMILIES = ["llama", "olmoe", "qwen3moe", "deepseek2-lite", "deepseek2-v3", "gpt-oss"]
+FAMILIES = ["llama", "olmoe", "qwen3moe", "deepseek2-lite", "deepseek2-lite-2024", "deepseek2-v3", "gpt-oss"]
 CACHE_SHARES = (0, 0.5, 1)
 """Floor, half, all."""
 N_TOKENS = 16
