@@ -7,6 +7,7 @@
 # make cuda-check   compiles the CUDA code, without a GPU and without linking
 # make images-check   builds both container images without a GPU and tries them, as root: see docs/docker.md
 # make aarch64-check   cross-compiles for ARM and tries that under qemu-user: see docs/docker.md
+# make rpc-check   builds llama.cpp with its RPC backend and divides a model between two local workers: see docs/scaling.md
 # make native-sanitize   C++ tests under ASan + UBSan, and under TSan
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ NATIVE_BUILD := $(if $(CUDA),native/cuda_toolkit.py build $(CUDA_FLAGS),native/b
 PIP_INSTALL  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_FAILED   := { echo "setup: error: pip failed (its reason is above); check the network and run the same command again" >&2; exit 1; }
 
-.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format native-sanitize aarch64-check images-check images-lock clean
+.PHONY: setup setup-dev native serve test test-clients cuda cuda-check check format rpc-check native-sanitize aarch64-check images-check images-lock clean
 .SILENT:
 
 setup: $(STAMPS)/package native
@@ -99,6 +100,10 @@ format: $(STAMPS)/dev
 
 native-sanitize: setup-dev
 	$(BIN)/python native/sanitize.py
+
+rpc-check: setup-dev
+	$(BIN)/python deploy/scaling/rpc_build.py
+	S2MOE_RPC_CHECK=1 $(BIN)/python -m pytest tests/deploy/test_scaling_rpc.py $(ARGS)
 
 aarch64-check: setup-dev
 	$(BIN)/python deploy/aarch64/check_aarch64.py $(ARGS)

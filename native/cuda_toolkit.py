@@ -31,6 +31,8 @@ WHEEL_ROOT = "nvidia/cu13/"
 WHEEL_MAJOR = 13
 CHECKED_ARCHITECTURES = "87-real;89-real"
 TOP = re.compile(r"^#\$ TOP=(.*)$", re.MULTILINE)
+ERRORS = (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile)
+"""What finding a toolkit, and building with it, raise."""
 
 
 class Toolkit(NamedTuple):
@@ -46,6 +48,11 @@ class Toolkit(NamedTuple):
             "CUDAToolkit_ROOT": str(self.root),
         }
         return settings if self.cublas is None else {**settings, "S2MOE_CUBLAS_DIR": str(self.cublas)}
+
+    def library_dirs(self) -> list[Path]:
+        """Where its libraries are, which need not be where the system looks for libraries."""
+        folders = [folder / "lib64" for folder in (self.root, self.cublas) if folder is not None]
+        return [folder for folder in folders if folder.is_dir()]
 
 
 def system_nvcc() -> Path | None:
@@ -212,7 +219,7 @@ def main() -> int:
         folder = arguments.folder or BUILD_ROOT / ("cuda-check" if checks else "s2moe")
         build("s2moe", defines, folder.resolve(), "cuda-check" if checks else None)
 
-    return exit_status(run, (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile))
+    return exit_status(run, ERRORS)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import http.client
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from replicas import Replicas, ReplicasError, free_ports
+from processes import end_with_parent, free_ports, listens
+from replicas import Replicas, ReplicasError
 from rpc_serve import FOLDER as RPC_FOLDER
+from rpc_serve import RpcError, check_build
 
 from s2moe.bench.speculation.ratios import Estimate, estimate
 from s2moe.bench.workload import Messages, long_prompt
@@ -186,9 +187,8 @@ def measure_replicas(model: Path, n_pairs: int) -> None:
 
 
 def measure_rpc(model: Path, n_pairs: int) -> None:
+    check_build()
     worker_program = RPC_FOLDER / "bin" / "rpc-server"
-    if not worker_program.exists():
-        raise MeasureError("there is no build with RPC; run deploy/scaling/rpc_build.py")
     threads = str(len(os.sched_getaffinity(0)))
     ports = free_ports(4)
     endpoints = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
@@ -210,7 +210,11 @@ def measure_rpc(model: Path, n_pairs: int) -> None:
             log = Path(folder) / f"{port}.log"
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    command, stdout=file, stderr=file, env={**os.environ, **environment}
+                    command,
+                    stdout=file,
+                    stderr=file,
+                    env={**os.environ, **environment},
+                    preexec_fn=end_with_parent,
                 )
             stack.callback(process.wait)
             stack.callback(process.terminate)
@@ -238,17 +242,11 @@ def measure_rpc(model: Path, n_pairs: int) -> None:
 def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     """Until something listens. Raises MeasureError."""
     deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                tail = log.read_text(errors="replace").strip().splitlines()[-3:]
-                raise MeasureError(
-                    "\n  ".join([f"what should listen on {port} did not start", *tail])
-                ) from None
-            time.sleep(0.1)
+    while not listens(port):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = log.read_text(errors="replace").strip().splitlines()[-3:]
+            raise MeasureError("\n  ".join([f"what should listen on {port} did not start", *tail]))
+        time.sleep(0.1)
 
 
 def show_progress(line: str) -> None:
@@ -274,7 +272,7 @@ def main() -> int:
         SECTIONS[arguments.section](
             arguments.model or ensure_demo_model(progress=show_progress), arguments.pairs
         )
-    except (MeasureError, ReplicasError) as error:
+    except (MeasureError, ReplicasError, RpcError) as error:
         print(f"measure: error: {error}", file=sys.stderr)
         return 1
     return 0

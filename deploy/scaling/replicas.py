@@ -2,7 +2,8 @@
 
     .venv/bin/python deploy/scaling/replicas.py [--port 8080] [--replicas 2] [SERVE-OPTION …]
 
-Other options go to every `s2moe serve`. Ctrl-C stops all. It needs nginx (Debian: apt-get install nginx).
+Other options go to every `s2moe serve`. Ctrl-C stops all, and so does whatever else ends this program. It
+needs nginx 1.19.5 or newer (Debian: apt-get install nginx).
 On one machine the servers share its cores and its memory, so this shows that it works, not what it gains.
 """
 
@@ -23,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from processes import end_with_parent, free_ports
+
 CONFIG = Path(__file__).with_name("nginx.conf")
 S2MOE = Path(sys.executable).with_name("s2moe")
 START_SECONDS = 600
@@ -34,17 +37,17 @@ MAIN = """\
 daemon off;
 master_process on;
 worker_processes 1;
-pid {folder}/nginx.pid;
+pid "{folder}/nginx.pid";
 error_log stderr warn;
 events {{}}
 http {{
     access_log off;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    include {folder}/s2moe.conf;
+    client_body_temp_path "{folder}/body";
+    proxy_temp_path "{folder}/proxy";
+    fastcgi_temp_path "{folder}/fastcgi";
+    uwsgi_temp_path "{folder}/uwsgi";
+    scgi_temp_path "{folder}/scgi";
+    include "{folder}/s2moe.conf";
 }}
 """
 """What Debian's nginx.conf has around conf.d, in a folder that any user may write to."""
@@ -64,12 +67,12 @@ def with_addresses(config: str, port: int, server_ports: Sequence[int]) -> str:
     return config
 
 
-def free_ports(n: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+def check_port(port: int) -> None:
+    """nginx would try for seconds, while who has the port answers for it. Raises ReplicasError."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except (OSError, OverflowError) as error:
+        raise ReplicasError(f"cannot listen on 127.0.0.1:{port}: {error}; choose another --port") from error
 
 
 def start_nginx(folder: Path, config: str, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
@@ -83,7 +86,16 @@ def start_nginx(folder: Path, config: str, log: IO[bytes] | None = None) -> subp
     if os.getuid() == 0:
         folder.chmod(0o711)  # nginx's workers are another user then
     command = [nginx, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
-    return subprocess.Popen(command, stderr=log)
+    return subprocess.Popen(command, stderr=log, preexec_fn=end_with_parent)
+
+
+def start_server(port: int, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Raises ReplicasError."""
+    command = [str(S2MOE), "serve", "--port", str(port), "--queue-size", str(QUEUE_SIZE), *options]
+    try:
+        return subprocess.Popen(command, preexec_fn=end_with_parent)
+    except OSError as error:
+        raise ReplicasError(f"cannot start {S2MOE}: {error.strerror}; run make setup") from error
 
 
 class Replicas:
@@ -91,23 +103,27 @@ class Replicas:
 
     def __init__(self, folder: Path, port: int, n_servers: int, serve_options: Sequence[str]) -> None:
         """Returns at once. Raises ReplicasError; nothing runs then."""
+        check_port(port)
         self.port = port
         self.server_ports = free_ports(n_servers)
+        self.servers: list[subprocess.Popen[bytes]] = []
         self.nginx = start_nginx(folder, with_addresses(CONFIG.read_text(), port, self.server_ports))
-        self.servers = [
-            subprocess.Popen(
-                [str(S2MOE), "serve", "--port", str(each), "--queue-size", str(QUEUE_SIZE), *serve_options]
-            )
-            for each in self.server_ports
-        ]
+        try:
+            for each in self.server_ports:
+                self.servers.append(start_server(each, serve_options))
+        except BaseException:
+            self.close()
+            raise
 
     def wait_ready(self) -> None:
         """Until every server is. Raises ReplicasError."""
         deadline = time.monotonic() + START_SECONDS
         for port in (*self.server_ports, self.port):
             while not is_ready(port):
-                if (ended := self.ended()) is not None or time.monotonic() > deadline:
-                    raise ReplicasError(f"{ended or 'a server'} did not start; its reason is above")
+                if (ended := self.ended()) is not None:
+                    raise ReplicasError(f"{ended} did not start; its reason is above")
+                if time.monotonic() > deadline:
+                    raise ReplicasError(f"nothing is ready on port {port} after {START_SECONDS} s")
                 time.sleep(0.1)
 
     def ended(self) -> str | None:
@@ -150,7 +166,11 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8080, help="nginx's port on 127.0.0.1 (default 8080)")
     parser.add_argument("--replicas", type=int, default=2, help="servers (default 2)")
     arguments, serve_options = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if arguments.replicas < 1:
+        parser.error("--replicas: at least 1")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     replicas = None
     try:
         with tempfile.TemporaryDirectory(prefix="s2moe-replicas-") as folder:

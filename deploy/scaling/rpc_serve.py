@@ -20,23 +20,42 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "build" / "native" / "rpc"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "native"))
+
+from prepare import PrepareError, source_stamp  # noqa: E402
+
+FOLDER = ROOT / "build" / "native" / "rpc"
+BUILT = FOLDER / "built.txt"
+"""Written when a build is complete: its release of llama.cpp."""
 DEFAULTS = {
     "--n_gpu_layers": "-1",
     "--port": "8080",
     # else a second request cuts the first one's stream
     "--interrupt_requests": "false",
 }
+MAX_PORT = 65535
 
 
 class RpcError(Exception):
     """One line for the person at the terminal."""
 
 
+def check_build(built: Path = BUILT) -> None:
+    """The bindings and the libraries must be of one release. Raises RpcError."""
+    if not built.exists():
+        raise RpcError("there is no build with RPC; run deploy/scaling/rpc_build.py")
+    release = source_stamp(patched=False)
+    if (found := built.read_text()) != release:
+        raise RpcError(
+            f"the build with RPC is of llama.cpp {found}, not {release}; run deploy/scaling/rpc_build.py"
+        )
+
+
 def check_worker(endpoint: str) -> None:
     """llama.cpp ends the process where nobody listens."""
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
         raise RpcError(f"--workers: write HOST:PORT, not {endpoint!r}")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -69,12 +88,11 @@ def main() -> int:
     endpoints = arguments.workers.split(",")
     libraries = FOLDER / "bin"
     try:
-        if not (libraries / "rpc-server").exists():
-            raise RpcError("there is no build with RPC; run deploy/scaling/rpc_build.py")
+        check_build()
         for endpoint in endpoints:
             check_worker(endpoint)
         register_workers(libraries, endpoints)
-    except RpcError as error:
+    except (RpcError, PrepareError, OSError) as error:
         print(f"rpc_serve: error: {error}", file=sys.stderr)
         return 1
 

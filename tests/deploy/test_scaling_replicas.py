@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +23,8 @@ from waiting import PATIENCE_SECONDS, until
 SCALING = Path(__file__).resolve().parents[2] / "deploy" / "scaling"
 sys.path.insert(0, str(SCALING))
 
+import replicas as replicas_module  # noqa: E402
+from processes import listens  # noqa: E402
 from replicas import CONFIG, QUEUE_SIZE, Replicas, ReplicasError, with_addresses  # noqa: E402
 
 needs_nginx = pytest.mark.skipif(
@@ -211,3 +218,83 @@ def test_without_nginx_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shutil, "which", nowhere)
     with pytest.raises(ReplicasError, match="apt-get install nginx"):
         Replicas(tmp_path, 9000, 2, [])
+
+
+@needs_nginx
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ReplicasError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another"):
+            Replicas(tmp_path, port, 2, [])
+
+
+@needs_nginx
+def test_without_s2moe_nothing_runs_and_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def noted(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(start_nginx(*arguments))
+        return started[0]
+
+    start_nginx = replicas_module.start_nginx
+    monkeypatch.setattr(replicas_module, "start_nginx", noted)
+    monkeypatch.setattr(replicas_module, "S2MOE", tmp_path / "s2moe")
+    with pytest.raises(ReplicasError, match=r"cannot start .*s2moe: No such file.*; run make setup"):
+        Replicas(tmp_path, free_port(), 2, [])
+    assert started[0].returncode is not None
+
+
+STUB = """\
+#!{python}
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+"""In place of s2moe."""
+PROGRAM = """\
+import pathlib, sys, replicas
+replicas.S2MOE = pathlib.Path(sys.argv.pop(1))
+sys.exit(replicas.main())
+"""
+
+
+@needs_nginx
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_however_the_program_ends_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+    stub = tmp_path / "s2moe"
+    stub.write_text(STUB.format(python=sys.executable))
+    stub.chmod(0o755)
+    folder = tmp_path / "folder of temporary files"
+    folder.mkdir()
+    command = [sys.executable, "-c", PROGRAM, str(stub), "--port", str(free_port())]
+    environment = {**os.environ, "PYTHONPATH": str(SCALING), "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        ports = [int(port) for port in re.findall(r"(?<=[: \[])\d{2,5}\b", line)]
+        assert len(ports) == 3, line
+        assert all(map(listens, ports))
+        process.send_signal(number)
+        killed = number == signal.SIGKILL
+        assert process.wait(PATIENCE_SECONDS) == (-number if killed else 0)
+    until(lambda: not any(map(listens, ports)), "the end of nginx and of both servers")
+    assert killed or not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("n", ["0", "-1"])
+def test_no_servers_are_an_error(
+    n: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["replicas.py", "--replicas", n])
+    with pytest.raises(SystemExit):
+        replicas_module.main()
+    assert "--replicas: at least 1" in capsys.readouterr().err
