@@ -4,10 +4,11 @@
 
 For each budget one server with `--device cuda --vram-budget` answers every question greedily with each method
 in turn. A line has tokens per second; its ratio to `off` of the same server; the share of lookups that found
-their expert in a slot; bytes copied into slots per token, and per second, which may be held against the
-bus (--bus-gbps); the bytes of weights that a token needs per second, against the card's memory
-(--memory-gbps); waits for the host and synchronizations per token. All of it is decode's: neither the prompts
-nor the first tokens, which come with them, are counted. Needs a GPU and a build by `make cuda`.
+their expert in a slot; bytes copied into slots per token; bytes per second while the GPU copied on demand,
+by its own clock, which may be held against the bus (--bus-gbps); the bytes of weights that a token needs per
+second, against the card's memory (--memory-gbps); waits for the host and synchronizations per token. All of
+it is decode's: neither the prompts nor the first tokens, which come with them, are counted. Needs a GPU and a
+build by `make cuda`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Counts:
     lookups: float
     misses: float
     copied_bytes: float
+    demand_bytes: float
+    copy_seconds: float
+    """For demand_bytes."""
     requests: float
     synchronizations: float
 
@@ -57,6 +61,8 @@ class Counts:
             # what is copied ahead is copied for drafts
             copied_bytes=total("gpu_demand_bytes_total", phase="decode")
             + total("expert_cache_load_bytes_total", source="host", trigger="prefetch"),
+            demand_bytes=total("gpu_demand_bytes_total", phase="decode"),
+            copy_seconds=total("gpu_copy_seconds_total", phase="decode"),
             requests=total("gpu_host_requests_total", phase="decode"),
             synchronizations=total("gpu_synchronizations_total", phase="decode"),
         )
@@ -77,6 +83,7 @@ class Line:
     hit_rate: float
     copied_bytes_per_token: float
     copied_gbps: float
+    """While the GPU copied on demand, by its own clock; 0 = it did not."""
     weights_gbps: float
     """Bytes of weights that the tokens needed, per second."""
     requests_per_token: float
@@ -97,7 +104,7 @@ def summarise(
         ratio=speed / off_speed if off_speed else 1.0,
         hit_rate=1 - counts.misses / counts.lookups if counts.lookups else 1.0,
         copied_bytes_per_token=copied,
-        copied_gbps=copied * speed / GB,
+        copied_gbps=counts.demand_bytes / counts.copy_seconds / GB if counts.copy_seconds else 0.0,
         weights_gbps=token_bytes * speed / GB,
         requests_per_token=counts.requests / n_tokens,
         synchronizations_per_token=counts.synchronizations / n_tokens,
@@ -117,8 +124,8 @@ def table(lines: list[Line], bus_gbps: float | None, memory_gbps: float | None) 
         return f"{value:.1f}" if limit is None else f"{value:.1f} ({100 * value / limit:.0f} %)"
 
     rows = [
-        "| VRAM budget | method | tok/s | × off | hit rate | MiB copied per token | GB/s copied | GB/s of "
-        "weights | waits per token | synchronizations per token |",
+        "| VRAM budget | method | tok/s | × off | hit rate | MiB copied per token | GB/s while copying | "
+        "GB/s of weights | waits per token | synchronizations per token |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows += [

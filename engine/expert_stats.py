@@ -149,6 +149,7 @@ def _gpu_between(before: SlotStats, after: SlotStats) -> GpuActivity:
                 n_bytes=after.demand_bytes[index] - before.demand_bytes[index],
             ),
             requests=after.requests[index] - before.requests[index],
+            copy_seconds=after.copy_seconds[index] - before.copy_seconds[index],
             synchronizations=after.synchronizations[index] - before.synchronizations[index],
         )
 

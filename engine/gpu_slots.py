@@ -131,10 +131,17 @@ def allocate_slots(
             "insufficient_memory",
             f"no slots for experts on {plan.name}: {error.message}; give a smaller --vram-budget",
         ) from error
-    if experts.device is not None and not experts.device["pinned"]:
+    made = experts.device
+    if made is not None and not made["pinned"]:
         logger.warning(
             "%s cannot read the expert cache where it is (%s): each expert is copied once more on its way",
-            *(plan.name, experts.device["reason"]),
+            *(plan.name, made["reason"]),
+        )
+    if made is not None and made["watchdog"]:
+        logger.warning(
+            "the driver ends what runs on %s for some seconds, since a display hangs on it: with a slow "
+            "drive the engine may end in the midst of a long prompt; use another GPU for the display",
+            plan.name,
         )
 
 

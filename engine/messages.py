@@ -605,9 +605,10 @@ class GpuPhase(Message, frozen=True, tag=True):
     """Experts that were copied into slots while the GPU waited."""
     requests: int = 0
     """Layers for which the GPU waited for the host."""
+    copy_seconds: float = 0.0
+    """That the GPU took to copy `demand`, without the last layer's."""
     synchronizations: int = 0
-    """Times that the host waited for the GPU: one for each decode's end, and those of the tables and of the
-    gate."""
+    """Times that the host waited for the GPU: in ggml, for the tables of slots, and for the gate."""
 
 
 class GpuActivity(Message, frozen=True, tag=True):

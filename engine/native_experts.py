@@ -112,6 +112,7 @@ class SlotStats(ctypes.Structure):
         ("promoted_bytes", c_uint64),
         ("requests", c_uint64 * N_PHASES),
         ("wait_seconds", c_double * N_PHASES),
+        ("copy_seconds", c_double * N_PHASES),
         ("synchronizations", c_uint64 * N_PHASES),
         ("evictions", c_uint64),
         ("resident_experts", c_uint64),
@@ -129,6 +130,7 @@ class SlotStats(ctypes.Structure):
     promoted_bytes: int
     requests: Sequence[int]
     wait_seconds: Sequence[float]
+    copy_seconds: Sequence[float]
     synchronizations: Sequence[int]
     evictions: int
     resident_experts: int
@@ -310,7 +312,7 @@ class Experts(_Handle):
         self.expert_file_bytes: tuple[int, int] = (min(sizes), max(sizes))
         """Of one expert in the file: the smallest and the largest."""
         self.device: dict[str, Any] | None = None
-        """Where slots of a GPU are: "device", "unified", "pinned", "reason"; None = there are none."""
+        """Slots of a GPU: "device", "unified", "watchdog", "pinned", "reason"; None = there are none."""
 
     # memory
 

@@ -29,6 +29,7 @@ LOCK_FILE = NATIVE_DIR / "cuda_toolkit.lock"
 CUBLAS = "nvidia-cublas"
 WHEEL_ROOT = "nvidia/cu13/"
 WHEEL_MAJOR = 13
+LEAST_MAJOR = 12
 CHECKED_ARCHITECTURES = "87-real;89-real"
 TOP = re.compile(r"^#\$ TOP=(.*)$", re.MULTILINE)
 ERRORS = (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile)
@@ -190,9 +191,14 @@ def find_toolkit(*, headers_only: bool) -> Toolkit:
         root = fetched(sorted(pins()), headers_only=headers_only)
         return Toolkit(root / "bin" / "nvcc", root, None)
     root = root_of(nvcc)
+    if (major := major_version(nvcc)) < LEAST_MAJOR:
+        raise PrepareError(
+            f"{nvcc} is of CUDA {major}, and C++20 needs {LEAST_MAJOR} or newer: install that (on a Jetson: "
+            "JetPack 6), or name its nvcc in CUDACXX"
+        )
     if has_cublas(root):
         return Toolkit(nvcc, root, None)
-    if (major := major_version(nvcc)) != WHEEL_MAJOR:
+    if major != WHEEL_MAJOR:
         raise PrepareError(
             f"the CUDA {major} toolkit in {root} has no cuBLAS, and only that of CUDA {WHEEL_MAJOR} can be "
             f"fetched; install it (Debian and Ubuntu: libcublas-dev-{major}-…), or name another nvcc in "
@@ -214,7 +220,8 @@ def main() -> int:
     def run() -> None:
         defines = find_toolkit(headers_only=checks).defines()
         if checks:
-            defines |= {"CMAKE_CUDA_ARCHITECTURES": CHECKED_ARCHITECTURES, "S2MOE_TESTS": "OFF"}
+            defines |= {"CMAKE_CUDA_ARCHITECTURES": CHECKED_ARCHITECTURES}
+            defines |= {"S2MOE_TESTS": "OFF", "S2MOE_CUDA_CHECK": "ON"}
         defines |= dict(arguments.define)
         folder = arguments.folder or BUILD_ROOT / ("cuda-check" if checks else "s2moe")
         build("s2moe", defines, folder.resolve(), "cuda-check" if checks else None)

@@ -118,9 +118,12 @@ class ExpertMetrics:
             "Layers for which a GPU waited until the host had fetched experts",
             by_phase,
         )
+        self._gpu_copy_seconds = self._counter(
+            "gpu_copy_seconds_total", "Time that a GPU took for gpu_demand_bytes_total", by_phase
+        )
         self._gpu_synchronizations = self._counter(
             "gpu_synchronizations_total",
-            "Times that the host waited for a GPU: the ends of decodes, the tables of slots, the gate",
+            "Times that the host waited for a GPU: inputs, results, the tables of slots, the gate",
             by_phase,
         )
 
@@ -190,6 +193,7 @@ class ExpertMetrics:
             self._add_copies("demand", share.demand)
             self._gpu_demand_bytes.labels(phase).inc(share.demand.n_bytes)
             self._gpu_requests.labels(phase).inc(share.requests)
+            self._gpu_copy_seconds.labels(phase).inc(share.copy_seconds)
             self._gpu_synchronizations.labels(phase).inc(share.synchronizations)
 
     def _add_copies(self, trigger: str, loads: ExpertLoads) -> None:

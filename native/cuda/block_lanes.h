@@ -6,6 +6,7 @@
 //   meet()                    no thread goes on before all are here; each then sees what the others wrote
 //   from_other(v, distance)   the `v` of the thread whose place differs by `distance` (exclusive or) in the same warp,
 //                             all of whose threads call it
+//   add(word, n)              in one step, to an int32_t that the threads share
 //   store(word, value)        for another thread beyond the block: it sees all that this one saw or wrote before
 //   load(word), pause()       the other half of it; a while between two looks
 
@@ -16,6 +17,13 @@
 #include "lanes.h"
 
 namespace s2moe {
+
+// The size of a block for n things: whole warps.
+template <class block_type> constexpr int block_size_for(int n) {
+    const int n_warps = (n + block_type::warp_size - 1) / block_type::warp_size;
+    const int n_most = n_warps < block_type::max_warps ? n_warps : block_type::max_warps;
+    return (n_most > 1 ? n_most : 1) * block_type::warp_size;
+}
 
 template <class block_type> class block_lanes {
   public:
@@ -69,6 +77,10 @@ template <class block_type> class block_lanes {
             keep_better(top, index, shared.keys[turn][warp], shared.indices[turn][warp]);
         }
         return index;
+    }
+
+    S2MOE_ANYWHERE void add(int32_t * word, int32_t n) {
+        block.add(word, n);
     }
 
     S2MOE_ANYWHERE void meet() {

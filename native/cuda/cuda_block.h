@@ -24,6 +24,9 @@ struct cuda_block {
     template <class number> __device__ static number from_other(number value, int distance) {
         return __shfl_xor_sync(0xFFFFFFFF, value, distance);
     }
+    __device__ static void add(int32_t * word, int32_t n) {
+        atomicAdd(word, n);
+    }
     __device__ static void store(uint32_t * word, uint32_t value) {
         __threadfence_system(); // for what the others wrote, too
         asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");

@@ -122,10 +122,8 @@ void device_gate::launch(const gate_call & call, CUstream_st * stream) noexcept 
                                            reinterpret_cast<const uint8_t *>(on_device.get() + sizeof(state)),
                                            exact,
                                            exact + ids_bytes(max_gate_rows) / sizeof(int32_t));
-    const int n_warps =
-        (call.n_expert + experts_per_lane * cuda_block::warp_size - 1) / (experts_per_lane * cuda_block::warp_size);
-    gate_kernel<<<1, std::min(n_warps, cuda_block::max_warps) * cuda_block::warp_size, 0, stream>>>(
-        &state_in(on_device)->control, layer, state_in(on_device)->accounts);
+    const int n_threads = block_size_for<cuda_block>((call.n_expert + experts_per_lane - 1) / experts_per_lane);
+    gate_kernel<<<1, n_threads, 0, stream>>>(&state_in(on_device)->control, layer, state_in(on_device)->accounts);
     problem = cudaGetLastError();
 }
 

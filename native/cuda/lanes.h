@@ -7,6 +7,7 @@
 //   at(i, f)       f() on the lane that owns i; the others go on
 //   best(n, key)   the index of the greatest key(i), the lower one of equal ones, -1 if all are 0; key(i) is called by
 //                  i's owner; all lanes have called theirs when the first one returns
+//   add(word, n)   adds to an int32_t that other lanes add to as well; read it after a meeting
 //   meet()         no lane goes on before all are here
 //
 // One lane may also talk with another thread, on the other side of a bus perhaps:
@@ -73,6 +74,9 @@ struct one_lane {
             }
         }
         return index;
+    }
+    void add(int32_t * word, int32_t n) {
+        *word += n;
     }
     void meet() {
     }

@@ -31,8 +31,26 @@ __global__ void __launch_bounds__(cuda_block::max_warps * cuda_block::warp_size)
     remap_layer(lanes, state, call, memory);
 }
 
+// In nanoseconds; the same clock on all of a device's processors.
+__device__ unsigned long long now() {
+    unsigned long long result = 0;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(result));
+    return result;
+}
+
 __global__ void __launch_bounds__(fetch_threads) fetch_kernel(remap_state state) {
+    if (state.control->n_fetches == 0) {
+        return;
+    }
+    static_assert(sizeof(unsigned long long) == sizeof(state.timer->begin));
+    if (threadIdx.x == 0) {
+        atomicMin(reinterpret_cast<unsigned long long *>(&state.timer->begin), now());
+    }
     fetch_slots(state, blockIdx.x * uint64_t{blockDim.x} + threadIdx.x, uint64_t{blockDim.x} * gridDim.x);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        atomicMax(reinterpret_cast<unsigned long long *>(&state.timer->end), now());
+    }
 }
 
 __global__ void mark_kernel(uint32_t * word, uint32_t value) {
@@ -55,6 +73,12 @@ class cuda_device final : public device_memory {
     }
     uint64_t piece_bytes() const override {
         return piece_limit;
+    }
+    bool has_watchdog() const override {
+        return watched;
+    }
+    uint64_t n_synchronizations() const override {
+        return s2moe_cuda_n_synchronizations();
     }
     memory allocate(uint64_t n_bytes) override;
     memory allocate_shared(uint64_t n_bytes) override;
@@ -93,6 +117,7 @@ class cuda_device final : public device_memory {
     int device;
     int n_fetch_blocks = 0;
     bool unified = false;
+    bool watched = false;
     std::string label;
     memory marked;  // the last mark that has been passed; kernels on `side` write it
     stream control; // for write()
@@ -116,6 +141,9 @@ cuda_device::cuda_device(int device_in) : device(device_in) {
     check_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
     label = properties.name;
     unified = properties.integrated != 0;
+    int has_limit = 0;
+    check_cuda(cudaDeviceGetAttribute(&has_limit, cudaDevAttrKernelExecTimeout, device), "cudaDeviceGetAttribute");
+    watched = has_limit != 0;
     n_fetch_blocks = fetch_blocks_per_processor * properties.multiProcessorCount;
     control = make_stream();
     side = make_stream();
@@ -139,9 +167,8 @@ void cuda_device::on_device(ggml_tensor * dst, CUstream_st * stream, void * user
     const auto & tier = *static_cast<const device_tier *>(layer.owner);
     const auto & self = static_cast<const cuda_device &>(tier.memory());
     const remap_call call = tier.call_of(dst, layer);
-    const int n_wanted = std::max(call.n_expert, call.n_ids * call.n_tokens);
-    const int n_warps = std::min(cuda_block::max_warps, (n_wanted + cuda_block::warp_size - 1) / cuda_block::warp_size);
-    remap_kernel<<<1, n_warps * cuda_block::warp_size, 0, stream>>>(tier.kernel_state(), call);
+    const int n_threads = block_size_for<cuda_block>(std::max(call.n_expert, call.n_ids * call.n_tokens));
+    remap_kernel<<<1, n_threads, 0, stream>>>(tier.kernel_state(), call);
     fetch_kernel<<<self.n_fetch_blocks, fetch_threads, 0, stream>>>(tier.kernel_state());
     // ggml asks for errors after each operation: what cannot be started ends the process, before anything is computed
     // from ids that nobody wrote

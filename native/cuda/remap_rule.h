@@ -38,11 +38,12 @@ struct remap_mailbox {
     int32_t n_tokens = 0;
     int32_t n_unknown = 0;                  // ids that name no expert
     int32_t n_rows[max_remap_experts] = {}; // by expert: rows of this batch that use it
+    uint64_t copy_nanoseconds = 0;          // that the last fetches took
     uint32_t request = 0;                   // grows by one
 
     int32_t n_changes = 0;
     int32_t n_fetches = 0;
-    slot_change changes[max_changes];
+    slot_change changes[max_changes]; // at most one of an expert
     slot_fetch fetches[max_fetches];
     uint32_t answer = 0; // the last request that has been answered
 };
@@ -54,6 +55,12 @@ struct remap_control {
     bool drafting = false;   // nothing is waited for: what has no slot counts as zero
 };
 
+// From the first byte of the last fetches to their last one, in nanoseconds of the clock of who copies.
+struct remap_timer {
+    uint64_t begin = UINT64_MAX;
+    uint64_t end = 0;
+};
+
 // All of the kernel's side.
 struct remap_state {
     int32_t n_layer = 0;
@@ -61,7 +68,8 @@ struct remap_state {
     remap_control * control = nullptr;
     int32_t * table = nullptr;      // [n_layer][n_expert] slots; negative: none
     slot_fetch * fetches = nullptr; // [max_fetches] of the layer that is being computed
-    int32_t * n_rows = nullptr;     // [n_layer][n_expert] in memory that both reach: uses of the last batch
+    remap_timer * timer = nullptr;
+    int32_t * n_rows = nullptr; // [n_layer][n_expert] in memory that both reach: uses of the last batch
     remap_mailbox * mailbox = nullptr;
 };
 
@@ -94,25 +102,20 @@ remap_layer(lanes_type & lanes, const remap_state & state, const remap_call & ca
     const int n = call.n_ids * call.n_tokens;
     int32_t * table = state.table + static_cast<ptrdiff_t>(call.layer) * state.n_expert;
     int32_t * used = state.n_rows + static_cast<ptrdiff_t>(call.layer) * state.n_expert;
-    // every expert counts its own rows: no two lanes write to one place
-    lanes.each(call.n_expert, [&](int e) {
-        int32_t n_rows = 0;
-        for (int token = 0; token < call.n_tokens; ++token) {
-            for (int i = 0; i < call.n_ids; ++i) {
-                n_rows += call.id(token, i) == e;
-            }
-        }
-        memory.n_rows[e] = n_rows;
-        if (n_rows > 0) {
-            used[e] = n_rows;
-        }
-    });
     lanes.at(0, [&] {
-        memory.n_unknown = n;
-        for (int e = 0; e < call.n_expert; ++e) {
-            memory.n_unknown -= memory.n_rows[e];
-        }
+        memory.n_unknown = 0;
         state.control->n_fetches = 0;
+    });
+    lanes.each(call.n_expert, [&](int e) { memory.n_rows[e] = 0; });
+    lanes.each(n, [&](int i) {
+        const int32_t id = call.id(i / call.n_ids, i % call.n_ids);
+        const bool known = id >= 0 && id < call.n_expert;
+        lanes.add(known ? &memory.n_rows[id] : &memory.n_unknown, 1);
+    });
+    lanes.each(call.n_expert, [&](int e) {
+        if (memory.n_rows[e] > 0) {
+            used[e] = memory.n_rows[e];
+        }
     });
     const int missing =
         lanes.best(call.n_expert, [&](int e) { return static_cast<uint64_t>(memory.n_rows[e] > 0 && table[e] < 0); });
@@ -123,17 +126,19 @@ remap_layer(lanes_type & lanes, const remap_state & state, const remap_call & ca
             mailbox.layer = call.layer;
             mailbox.n_tokens = call.n_tokens;
             mailbox.n_unknown = memory.n_unknown;
+            mailbox.copy_nanoseconds =
+                state.timer->end > state.timer->begin ? state.timer->end - state.timer->begin : 0;
+            *state.timer = remap_timer();
             const uint32_t request = ++state.control->n_requests;
             lanes.publish(&mailbox.request, request);
             lanes.wait(&mailbox.answer, request);
             state.control->n_fetches = mailbox.n_fetches;
-            // in their order: an expert may leave and come back
-            for (int i = 0; i < mailbox.n_changes; ++i) {
-                const slot_change change = mailbox.changes[i];
-                state.table[static_cast<ptrdiff_t>(change.layer) * state.n_expert + change.expert] = change.slot;
-            }
         });
         lanes.meet();
+        lanes.each(mailbox.n_changes, [&](int i) {
+            const slot_change change = mailbox.changes[i];
+            state.table[static_cast<ptrdiff_t>(change.layer) * state.n_expert + change.expert] = change.slot;
+        });
         lanes.each(state.control->n_fetches, [&](int i) { state.fetches[i] = mailbox.fetches[i]; });
     }
     lanes.each(n, [&](int i) {

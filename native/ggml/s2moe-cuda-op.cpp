@@ -1,5 +1,6 @@
 #include "s2moe-cuda-op.h"
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -37,6 +38,8 @@ op_table & registered() {
     return table;
 }
 
+std::atomic<uint64_t> n_synchronizations = 0;
+
 ggml_custom_op_params params_of(const ggml_tensor * op) {
     ggml_custom_op_params params;
     static_assert(sizeof(params) < sizeof(op->op_params)); // in the last word llama-moe.cpp keeps a serial
@@ -70,4 +73,12 @@ bool s2moe_cuda_run_op(ggml_tensor * dst, CUstream_st * stream) {
     }
     found.run(dst, stream, params.userdata);
     return true;
+}
+
+uint64_t s2moe_cuda_n_synchronizations() {
+    return n_synchronizations;
+}
+
+void s2moe_cuda_note_synchronization() {
+    ++n_synchronizations;
 }

@@ -266,11 +266,15 @@ struct s2moe_expert_stats {
  * change no more, and before the first decode of `ctx`, whose model must be the store's.
  *
  *   device          "cuda:0" and so on: all layers of the model must be computed there. "host": the CPU stands for a
- *                   GPU, for tests; "host-unpinned": for one that cannot read the host's memory
+ *                   GPU, for tests; "host-unpinned", "host-part-pinned": for one that cannot read the host's memory,
+ *                   or not all of it; "host-failed-copy": for one whose second copy beside its computation fails;
+ *                   "host-watched": for one with a watchdog
  *   capacity_bytes  for slots; at least s2moe_experts_device_floor_bytes()
  *
  * A GPU waits for the host only in layers that use an expert without a slot; experts that s2moe_experts_prefetch()
- * names are copied into slots beside its computation. Free `ctx` before the store, and ask the store nothing meanwhile.
+ * names are copied into slots beside its computation. It is answered during s2moe_decode() and the steps of a
+ * speculator only: llama_decode() on `ctx` would wait for ever. Free `ctx` before the store, and ask the store nothing
+ * meanwhile.
  *
  * Errors: S2MOE_ERROR_INVALID (arguments, order of calls, policy "static"), S2MOE_ERROR_UNSUPPORTED (no such device in
  * this build or machine, too many experts in a layer), S2MOE_ERROR_NO_MEMORY. [the thread that decodes]
@@ -288,6 +292,7 @@ S2MOE_API uint64_t s2moe_experts_device_floor_bytes(const s2moe_experts * expert
  *
  *   device   the driver's name of it
  *   unified  whether host and GPU share their memory
+ *   watchdog whether the driver ends kernels that run for some seconds, as those that wait for a slow drive
  *   pinned   whether the GPU reads the store's slots where they are; "reason" tells why not, and then every copy is
  *            staged
  *
@@ -307,7 +312,9 @@ struct s2moe_device_stats {
     uint64_t promoted_bytes;               /* copied beside its computation */
     uint64_t requests[S2MOE_N_PHASES];     /* layers for which it waited for the host */
     double wait_seconds[S2MOE_N_PHASES];   /* for how long */
-    /* times the host waited for the GPU: one for each decode's end, and those of the tables and of the gate */
+    double copy_seconds[S2MOE_N_PHASES];   /* that the GPU took to copy demand_bytes, without the last layer's */
+    /* times the host waited for the GPU: in ggml, whose inputs and results cross the bus, for the tables, and for the
+     * gate; those between two decodes count with the second one */
     uint64_t synchronizations[S2MOE_N_PHASES];
     uint64_t evictions;
     uint64_t resident_experts; /* gauge */

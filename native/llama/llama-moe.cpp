@@ -1,5 +1,7 @@
 #include "llama-moe.h"
 
+#include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <string>
 
@@ -238,29 +240,49 @@ void llama_moe_access::order_cells(llama_kv_cache & cache, llama_pos begin, cons
     if (from == to) {
         return;
     }
-    std::vector<char> rows;
-    const auto move_rows = [&](ggml_tensor * tensor, size_t offset, size_t stride, size_t n_bytes) {
-        rows.resize(from.size() * n_bytes);
-        for (size_t i = 0; i < from.size(); ++i) {
-            ggml_backend_tensor_get(tensor, rows.data() + i * n_bytes, offset + from[i] * stride, n_bytes);
-        }
-        for (size_t i = 0; i < to.size(); ++i) {
-            ggml_backend_tensor_set(tensor, rows.data() + i * n_bytes, offset + to[i] * stride, n_bytes);
+    // neighbouring cells go out and come back together: each piece is a round trip to a GPU
+    std::vector<uint32_t> touched = from;
+    touched.insert(touched.end(), to.begin(), to.end());
+    std::sort(touched.begin(), touched.end());
+    touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
+    const auto place_of = [&](uint32_t cell) {
+        return static_cast<size_t>(std::lower_bound(touched.begin(), touched.end(), cell) - touched.begin());
+    };
+    const auto each_run = [&](size_t stride, const auto & move) {
+        for (size_t first = 0, end = 0; first < touched.size(); first = end) {
+            for (end = first + 1; end < touched.size() && touched[end] == touched[end - 1] + 1; ++end) {
+            }
+            move(first * stride, touched[first] * stride, (end - first) * stride);
         }
     };
+    std::vector<char> before;
+    std::vector<char> after;
+    const auto move_rows = [&](ggml_tensor * tensor, size_t offset, size_t stride) {
+        before.resize(touched.size() * stride);
+        each_run(stride, [&](size_t at, size_t cells, size_t n_bytes) {
+            ggml_backend_tensor_get(tensor, before.data() + at, offset + cells, n_bytes);
+        });
+        after = before;
+        for (size_t i = 0; i < from.size(); ++i) {
+            std::memcpy(after.data() + place_of(to[i]) * stride, before.data() + place_of(from[i]) * stride, stride);
+        }
+        each_run(stride, [&](size_t at, size_t cells, size_t n_bytes) {
+            ggml_backend_tensor_set(tensor, after.data() + at, offset + cells, n_bytes);
+        });
+    };
     for (const auto & layer : cache.layers) {
-        move_rows(layer.k, 0, layer.k->nb[1], layer.k->nb[1]);
+        move_rows(layer.k, 0, layer.k->nb[1]);
         if (layer.v == nullptr) {
             continue;
         }
         if (!cache.v_trans) {
-            move_rows(layer.v, 0, layer.v->nb[1], layer.v->nb[1]);
+            move_rows(layer.v, 0, layer.v->nb[1]);
             continue;
         }
         const size_t value_bytes = ggml_element_size(layer.v);
         const auto n_cells = static_cast<size_t>(meta.size());
         for (int64_t j = 0; j < layer.v->ne[0]; ++j) {
-            move_rows(layer.v, j * n_cells * value_bytes, value_bytes, value_bytes);
+            move_rows(layer.v, j * n_cells * value_bytes, value_bytes);
         }
     }
     const llama_kv_cells moved = meta.cp(from);

@@ -83,6 +83,7 @@ void test_equals_a_plain_load() {
                 CHECK(share < 1 || device_share == 1 || sum(stats.host_misses) < sum(stats.misses));
                 CHECK((stats.pinned_bytes > 0) == (device != "host-unpinned"));
                 CHECK(stats.wait_seconds[S2MOE_PHASE_PREFILL] > 0);
+                CHECK(stats.copy_seconds[S2MOE_PHASE_PREFILL] > 0);
             }
         }
     }
@@ -206,6 +207,29 @@ void test_survives_a_failed_copy() {
     CHECK(sum(m.device_stats().requests) == sum(before.requests));
 }
 
+// Neither its slot nor its place in the cache is lost, where every one is needed.
+void test_a_failed_copy_leaves_room() {
+    const auto expected = expected_transcript();
+    const device_model m(0, 0, "host-failed-copy");
+    const auto tokens = m.tokens(9);
+    std::vector<s2moe_expert_id> last_layer;
+    for (const s2moe_expert_id & id : m.everything()) {
+        if (id.layer == m.n_moe_layer() - 1) {
+            last_layer.push_back(id);
+        }
+    }
+    const auto n_ids = static_cast<int32_t>(last_layer.size());
+    m.clear();
+    CHECK(s2moe_decode(m.ctx.get(), tokens.data(), 8, 0, true) == S2MOE_OK);
+    int32_t status = S2MOE_OK;
+    for (int i = 0; i < 500 && status == S2MOE_OK; ++i) {
+        status = s2moe_experts_prefetch(m.experts, last_layer.data(), n_ids, S2MOE_PRIORITY_PREFETCH, nullptr);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK(status == S2MOE_ERROR_INTERNAL);
+    CHECK(transcript(m) == expected);
+}
+
 void test_speculates() {
     const device_model m(0.3);
     int32_t status = 1;
@@ -326,6 +350,7 @@ int main() {
     test_promotes_under_pressure();
     test_flights_give_way();
     test_survives_a_failed_copy();
+    test_a_failed_copy_leaves_room();
     test_speculates();
     test_refusals();
     test_any_thread();

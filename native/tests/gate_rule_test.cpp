@@ -94,6 +94,13 @@ void test_best_of_a_block() {
     }
 }
 
+void test_sizes_of_blocks() {
+    constexpr int warp = thread_block::warp_size;
+    CHECK(block_size_for<thread_block>(0) == warp && block_size_for<thread_block>(1) == warp);
+    CHECK(block_size_for<thread_block>(warp) == warp && block_size_for<thread_block>(warp + 1) == 2 * warp);
+    CHECK(block_size_for<thread_block>(1000) == thread_block::most_threads);
+}
+
 void test_one_lane() {
     gate_case_maker maker(1);
     gate_case_counts counts;
@@ -137,6 +144,7 @@ void test_lanes_meet_where_they_must() {
 int main() {
     test_keys_order_as_numbers_do();
     test_best_of_a_block();
+    test_sizes_of_blocks();
     test_one_lane();
     test_order_of_lanes_does_not_matter();
     test_lanes_meet_where_they_must();

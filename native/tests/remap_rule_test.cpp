@@ -24,6 +24,7 @@ class test_table {
                  .control = &control,
                  .table = table.data(),
                  .fetches = fetches.data(),
+                 .timer = &timer,
                  .n_rows = n_rows.data(),
                  .mailbox = mailbox.get()};
         host = std::thread([this] { serve(); });
@@ -40,6 +41,7 @@ class test_table {
     }
 
     remap_control control;
+    remap_timer timer;
     std::vector<int32_t> table;
     std::vector<int32_t> n_rows;
     std::vector<slot_fetch> fetches = std::vector<slot_fetch>(max_fetches);
@@ -64,10 +66,14 @@ class test_table {
             for (int e = 0; e < state.n_expert && mailbox->n_unknown == 0; ++e) {
                 if (mailbox->n_rows[e] > 0 && slot(mailbox->layer, e) < 0) {
                     asked.insert(e);
-                    if (answers_with_slots) { // the first change of an expert does not hold
-                        mailbox->changes[mailbox->n_changes++] = {mailbox->layer, e, 7};
+                    if (answers_with_slots) {
                         mailbox->changes[mailbox->n_changes++] = {mailbox->layer, e, 1000 + e};
                     }
+                }
+            }
+            for (int layer = 0; layer < state.n_layer && !asked.empty(); ++layer) {
+                if (layer != mailbox->layer) { // whoever gave way
+                    mailbox->changes[mailbox->n_changes++] = {layer, *asked.begin(), -1};
                 }
             }
             mailbox->n_fetches = static_cast<int32_t>(asked.size());
@@ -177,11 +183,19 @@ void test_maps(const runner & run, int n_rounds) {
                     expected[layer * n_expert_max + e] = 1000 + e;
                 }
             }
+            for (int other = 0; other < n_layer && asks && unknown == 0; ++other) {
+                if (other != layer) {
+                    expected[other * n_expert_max + *missing.begin()] = -1;
+                }
+            }
             std::fill_n(table.mailbox->n_rows, max_remap_experts, 0);
             const int before = table.n_requests;
             std::fill(table.n_rows.begin(), table.n_rows.end(), 0);
+            table.timer = asks ? remap_timer{.begin = 100, .end = 107} : remap_timer();
             run(table.state, ids.call(layer, n_expert));
             CHECK(table.n_requests == before + asks);
+            CHECK(!asks || table.mailbox->copy_nanoseconds == 7);
+            CHECK(table.timer.begin == UINT64_MAX && table.timer.end == 0); // for the fetches of this layer
             CHECK(table.table == expected);
             if (asks) {
                 CHECK(table.mailbox->layer == layer && table.mailbox->n_tokens == ids.n_tokens);

@@ -12,6 +12,7 @@ using namespace s2moe;
 namespace {
 
 constexpr int n_used = 2; // experts of a token, and so slots of zeros
+constexpr int n_experts = 128;
 
 struct shape {
     ggml_type type;
@@ -98,6 +99,49 @@ void test_plan() {
     }
 }
 
+// Slots of the largest part when so many equal layers are divided, or 0 if a part has too few for a layer.
+int largest_part(int n_layers, int n_parts, int n_slots) {
+    int largest = 0;
+    int n_layers_left = n_layers;
+    for (int i = 0; i < n_parts; ++i) {
+        const int n = (i + 1) * n_layers / n_parts - i * n_layers / n_parts;
+        const int share = n_slots * n / n_layers_left;
+        if (share < n_experts) {
+            return 0;
+        }
+        largest = std::max(largest, share);
+        n_slots -= share;
+        n_layers_left -= n;
+    }
+    return largest;
+}
+
+// However layers divide, no stack is larger than a piece where a division is there for that.
+void test_size_of_stacks() {
+    int n_fitting = 0;
+    int n_rest = 0;
+    for (const int n_layers : {5, 9, 36, 45}) {
+        const expert_layout layout = layout_of({{GGML_TYPE_Q4_0, 64, n_layers, n_experts}});
+        const uint64_t matrix = 8 * ggml_row_size(GGML_TYPE_Q4_0, 64);
+        const uint64_t expert = layout.layers[0].expert_bytes();
+        for (int n_slots = n_experts; n_slots <= n_experts * n_layers; n_slots += 50) {
+            const int most = 2 * n_experts;
+            const auto groups = plan_slots(layout, expert * (n_slots + n_used), (most + n_used) * matrix);
+            const bool fits = std::all_of(
+                groups.begin(), groups.end(), [&](const slot_group & each) { return each.n_slots <= most; });
+            bool can_fit = n_slots <= most;
+            for (int n_parts = 2; n_parts <= n_layers; ++n_parts) {
+                const int largest = largest_part(n_layers, n_parts, n_slots - n_used * (n_parts - 1));
+                can_fit = can_fit || (largest > 0 && largest <= most);
+            }
+            CHECK(fits == can_fit);
+            n_fitting += fits && groups.size() > 1;
+            n_rest += !fits;
+        }
+    }
+    CHECK(n_fitting > 100 && n_rest > 3);
+}
+
 void test_map() {
     const expert_layout layout = layout_of({{GGML_TYPE_Q4_0, 64, 4, 8}});
     slot_map map(layout, plan_slots(layout, slot_floor_bytes(layout) + 2 * layout.layers[0].expert_bytes(), 1 << 30));
@@ -146,6 +190,7 @@ void test_map() {
 
 int main() {
     test_plan();
+    test_size_of_stacks();
     test_map();
     return 0;
 }

@@ -38,6 +38,9 @@ class shuffled_lanes {
         }
         return index;
     }
+    void add(int32_t * word, int32_t n) {
+        *word += n;
+    }
     void meet() {
     }
     void publish(uint32_t * word, uint32_t value) {
@@ -95,6 +98,9 @@ class thread_block {
         const auto other = static_cast<number>(with->passed[place ^ distance]);
         warp.arrive_and_wait();
         return other;
+    }
+    void add(int32_t * word, int32_t n) const {
+        std::atomic_ref<int32_t>(*word).fetch_add(n, std::memory_order_relaxed);
     }
     void store(uint32_t * word, uint32_t value) const {
         s2moe::one_lane().publish(word, value);

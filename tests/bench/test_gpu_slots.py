@@ -17,7 +17,15 @@ def an_answer(n_tokens: int, seconds: float) -> Answer:
 
 
 def test_line() -> None:
-    counts = Counts(lookups=1000, misses=100, copied_bytes=3.8e9, requests=38, synchronizations=19)
+    counts = Counts(
+        lookups=1000,
+        misses=100,
+        copied_bytes=3.8e9,
+        demand_bytes=3e9,
+        copy_seconds=2.0,
+        requests=38,
+        synchronizations=19,
+    )
     answers = [an_answer(21, 2.0), an_answer(19, 1.8)]
     line = summarise("2GiB", "exact", answers, counts, token_bytes=1e9, off_speed=5.0)
     assert line.tokens_per_second == pytest.approx(10.0)
@@ -25,10 +33,10 @@ def test_line() -> None:
     assert line.hit_rate == pytest.approx(0.9)
     # the first token of each answer came with its prompt: 20 and 18 were decoded
     assert line.copied_bytes_per_token == pytest.approx(1e8)
-    assert line.copied_gbps == pytest.approx(1.0)
+    assert line.copied_gbps == pytest.approx(1.5)
     assert line.weights_gbps == pytest.approx(10.0)
     assert (line.requests_per_token, line.synchronizations_per_token) == (1.0, 0.5)
-    assert "| 1.0 (4 %) | 10.0 (1 %) |" in table([line], 25.0, 1000.0)
+    assert "| 1.5 (6 %) | 10.0 (1 %) |" in table([line], 25.0, 1000.0)
     assert summarise("", "off", answers, counts, token_bytes=1, off_speed=0).ratio == 1
 
 
@@ -42,14 +50,16 @@ s2moe_expert_cache_load_bytes_total{source="host",trigger="prefetch"} 6
 s2moe_expert_cache_load_bytes_total{source="disk",trigger="demand"} 1000
 s2moe_gpu_demand_bytes_total{phase="prefill"} 500
 s2moe_gpu_demand_bytes_total{phase="decode"} 5
+s2moe_gpu_copy_seconds_total{phase="prefill"} 60
+s2moe_gpu_copy_seconds_total{phase="decode"} 0.25
 s2moe_gpu_host_requests_total{phase="prefill"} 70
 s2moe_gpu_host_requests_total{phase="decode"} 3
 s2moe_gpu_synchronizations_total{phase="prefill"} 80
 s2moe_gpu_synchronizations_total{phase="decode"} 4
 """
     counts = Counts.of(Samples(text))
-    assert counts == Counts(40, 10, 11, 3, 4)
-    assert counts.since(Counts(1, 1, 1, 1, 1)) == Counts(39, 9, 10, 2, 3)
+    assert counts == Counts(40, 10, 11, 5, 0.25, 3, 4)
+    assert counts.since(Counts(1, 1, 1, 1, 0, 1, 1)) == Counts(39, 9, 10, 4, 0.25, 2, 3)
 
 
 def test_needed_bytes_are_those_of_one_token() -> None:

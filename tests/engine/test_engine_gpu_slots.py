@@ -211,3 +211,20 @@ def test_dense_model_has_no_cache(start: Start, tmp_path: Path, option: str) -> 
     fatal = refusal(start(), write_dense_model(tmp_path / "dense.gguf"), **{option: 400 * MIB})
     assert fatal.code == "invalid_setting"
     assert f"--{option.removesuffix('_bytes').replace('_', '-')} is not possible" in fatal.message
+
+
+@pytest.mark.parametrize(
+    ("slots", "words"),
+    [
+        ("host-unpinned", ["cannot read the expert cache where it is", "told not to", "copied once more"]),
+        ("host-watched", ["the driver ends what runs", "use another GPU for the display"]),
+        ("host", []),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said(
+    slots: str, words: list[str], start: Start, tiny_model_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load(start(slots=slots), tiny_model_path, vram_budget_bytes=60 * MIB)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line.upper()]
+    assert bool(warnings) == bool(words)
+    assert all(word in warnings[0] for word in words)

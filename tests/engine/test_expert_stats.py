@@ -90,6 +90,7 @@ def test_slots_of_a_gpu_are_told_by_phase() -> None:
         return wire.GpuPhase(
             demand=wire.ExpertLoads(n_loads=one.misses[phase], n_bytes=one.demand_bytes[phase]),
             requests=one.requests[phase],
+            copy_seconds=one.copy_seconds[phase],
             synchronizations=one.synchronizations[phase],
         )
 

@@ -18,8 +18,21 @@ TOOLKIT = REPOSITORY / "native" / "cuda_toolkit.py"
 OURS = sorted(
     path.name for path in (REPOSITORY / "native" / "cuda").iterdir() if path.suffix in (".cu", ".cpp")
 )
-CHECKED = (*OURS, "ggml-cuda.cu", "s2moe-cuda-op.cpp")
-"""All of native/cuda, and what patch 0006 touches or adds."""
+PATCHED = sorted(
+    {
+        Path(path).name
+        for patch in (REPOSITORY / "native" / "patches").glob("*.patch")
+        for path in re.findall(r"^\+\+\+ b/(ggml/src/ggml-cuda/\S+)$", patch.read_text(), re.MULTILINE)
+    }
+)
+WITH_CUDA = sorted(
+    path.name
+    for folder in ("src", "tests")
+    for path in (REPOSITORY / "native" / folder).rglob("*.cpp")
+    if "S2MOE_CUDA_ENABLED" in path.read_text() or path.name.startswith(("cuda_gate", "cuda_slots"))
+)
+CHECKED = (*OURS, *PATCHED, *WITH_CUDA, "s2moe-cuda-op.cpp")
+"""All of native/cuda, what patches touch or add in ggml-cuda, and what others have for CUDA only."""
 
 needs_nvcc = pytest.mark.skipif(
     shutil.which("nvcc") is None, reason="no nvcc: `make cuda-check` would fetch one, a test does not"
@@ -60,7 +73,9 @@ def test_checked_files_compile_for_both_chips() -> None:
     commands = (folder / "compile_commands.json").read_text()
     for chip in ("87", "89"):
         assert f"arch=compute_{chip},code=[sm_{chip}]" in commands
-    assert {"gate.cu", "gate_op.cpp", "remap.cu"} <= set(CHECKED) <= compiled_sources(folder, commands)
+    assert {"gate.cu", "gate_op.cpp", "remap.cu", "ggml-cuda.cu"} <= set(CHECKED)
+    assert {"gate.cpp", "api.cpp", "cuda_slots_test.cpp"} <= set(CHECKED)
+    assert set(CHECKED) <= compiled_sources(folder, commands)
 
 
 @needs_nvcc
@@ -108,6 +123,14 @@ def fake_nvcc(folder: Path, release: str) -> Path:
     )
     script.chmod(0o755)
     return script
+
+
+def test_toolkit_that_is_too_old_is_named(tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cublas_v2.h").touch()
+    line = last_line(run_toolkit("check", CUDACXX=str(fake_nvcc(tmp_path, "11.5"))))
+    assert "is of CUDA 11, and C++20 needs 12 or newer" in line
+    assert "CUDACXX" in line
 
 
 @pytest.mark.skipif(Path("/usr/include/cublas_v2.h").exists(), reason="this machine's cuBLAS is found")

@@ -60,8 +60,12 @@ ACTIVITY = ExpertActivity(
     prefetches_wasted=1,
     read_errors=2,
     gpu=GpuActivity(
-        prefill=GpuPhase(demand=ExpertLoads(n_loads=1, n_bytes=10), requests=2, synchronizations=3),
-        decode=GpuPhase(demand=ExpertLoads(n_loads=2, n_bytes=20), requests=4, synchronizations=5),
+        prefill=GpuPhase(
+            demand=ExpertLoads(n_loads=1, n_bytes=10), requests=2, copy_seconds=0.5, synchronizations=3
+        ),
+        decode=GpuPhase(
+            demand=ExpertLoads(n_loads=2, n_bytes=20), requests=4, copy_seconds=1.5, synchronizations=5
+        ),
         prefetch=ExpertLoads(n_loads=4, n_bytes=40),
         evictions=5,
     ),
@@ -101,6 +105,7 @@ async def test_every_label_value_exists_at_zero(rig: ServerRig) -> None:
         "gpu_slot_evictions_total": [{}],
         "gpu_demand_bytes_total": phases,
         "gpu_host_requests_total": phases,
+        "gpu_copy_seconds_total": phases,
         "gpu_synchronizations_total": phases,
         "memory_budget_bytes": pools,
         "memory_used_bytes": pools,
@@ -170,8 +175,9 @@ async def test_each_increment_reaches_its_series(rig: ServerRig) -> None:
     for name, labels, value in expected:
         assert found[(f"s2moe_expert_cache_{name}", tuple(sorted(labels.items())))] == value, (name, labels)
     assert found[("s2moe_gpu_slot_evictions_total", ())] == 10
-    for phase, values in (("prefill", (20, 4, 6)), ("decode", (40, 8, 10))):
-        for name, value in zip(("demand_bytes", "host_requests", "synchronizations"), values, strict=True):
+    series = ("demand_bytes", "host_requests", "copy_seconds", "synchronizations")
+    for phase, values in (("prefill", (20, 4, 1, 6)), ("decode", (40, 8, 3, 10))):
+        for name, value in zip(series, values, strict=True):
             assert found[(f"s2moe_gpu_{name}_total", (("phase", phase),))] == value, (phase, name)
 
 

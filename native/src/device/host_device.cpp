@@ -1,5 +1,7 @@
 // The CPU in the place of a GPU: the tier with the same protocol and rules, slots in plain memory.
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -16,18 +18,9 @@ namespace {
 
 constexpr std::align_val_t alignment{64};
 
-void map_ids(ggml_tensor * dst, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return; // ggml calls every thread
-    }
-    acquire_from_others();
-    const auto & layer = *static_cast<const llama_moe_slot_layer *>(userdata);
-    const auto & tier = *static_cast<const device_tier *>(layer.owner);
-    one_lane lanes;
-    remap_memory memory;
-    remap_layer(lanes, tier.kernel_state(), tier.call_of(dst, layer), memory);
-    fetch_slots(tier.kernel_state(), 0, 1);
-    release_to_others();
+uint64_t now() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 class host_device final : public device_memory {
@@ -45,6 +38,12 @@ class host_device final : public device_memory {
     }
     uint64_t piece_bytes() const override {
         return piece_limit;
+    }
+    bool has_watchdog() const override {
+        return abilities.has_watchdog;
+    }
+    uint64_t n_synchronizations() const override {
+        return n_graphs; // their ends
     }
     memory allocate(uint64_t n_bytes) override {
         auto * data = static_cast<std::byte *>(::operator new(n_bytes, alignment));
@@ -98,11 +97,34 @@ class host_device final : public device_memory {
     }
 
   private:
+    static void map_ids(ggml_tensor * dst, int ith, int nth, void * userdata);
+
     static constexpr uint64_t piece_limit = 256 * 1024; // small models' stacks come in several pieces, too
     host_abilities abilities;
+    std::atomic<uint64_t> n_graphs = 0; // whose first layer was computed
     uint64_t n_marks = 0;
     uint64_t n_asked = 0;
 };
+
+void host_device::map_ids(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return; // ggml calls every thread
+    }
+    acquire_from_others();
+    const auto & layer = *static_cast<const llama_moe_slot_layer *>(userdata);
+    const auto & tier = *static_cast<const device_tier *>(layer.owner);
+    const remap_state & state = tier.kernel_state();
+    one_lane lanes;
+    remap_memory memory;
+    remap_layer(lanes, state, tier.call_of(dst, layer), memory);
+    if (state.control->n_fetches > 0) {
+        state.timer->begin = now();
+        fetch_slots(state, 0, 1);
+        state.timer->end = now();
+    }
+    static_cast<host_device &>(tier.memory()).n_graphs += layer.index == 0;
+    release_to_others();
+}
 
 } // namespace
 

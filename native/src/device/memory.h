@@ -33,6 +33,12 @@ class device_memory {
     // The largest piece of memory to ask for, or to pin, at once.
     virtual uint64_t piece_bytes() const = 0;
 
+    // Whether the driver ends kernels that run too long, such as those that wait for a slow drive.
+    virtual bool has_watchdog() const = 0;
+
+    // Times so far that ggml has waited for the device, if it is one.
+    virtual uint64_t n_synchronizations() const = 0;
+
     using memory = std::unique_ptr<std::byte, std::function<void(std::byte *)>>;
 
     // Zeroed. Of the device; and reached by both sides at one address.
@@ -65,6 +71,7 @@ class device_memory {
 struct host_abilities {
     int n_pins = INT_MAX;    // areas that pin() takes
     int n_copies_until = -1; // a copy beside the computation that fails after so many; negative: none does
+    bool has_watchdog = false;
 };
 
 // The CPU in the place of a GPU: the same tier, protocol and rule, with ggml's plain CPU kernels. For tests.

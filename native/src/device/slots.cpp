@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "error.h"
 
@@ -74,24 +75,30 @@ std::vector<slot_group> divided(const expert_layout & layout, const slot_group &
     return pieces;
 }
 
-// So that no stack takes more than piece_bytes, as far as each part still has slots for a whole layer. Each has slots
-// of zeros, too: those of all but the first are paid from *spare_bytes, or come out of the slots.
+// In as few pieces as there must be for no stack to take more than piece_bytes; where no division does that, in as many
+// as still have slots for a whole layer each. Each has slots of zeros, too: those of all but the first are paid from
+// *spare_bytes, or come out of the slots.
 std::vector<slot_group>
 divide(const expert_layout & layout, const slot_group & group, uint64_t piece_bytes, uint64_t * spare_bytes) {
-    const uint64_t stack_bytes = largest_part_bytes(layout.layers[group.layers[0]]) * (group.n_slots + n_zeros(layout));
-    const uint64_t n_wanted = (stack_bytes + piece_bytes - 1) / piece_bytes;
-    int n_pieces = static_cast<int>(std::min<uint64_t>(n_wanted, group.layers.size()));
-    for (; n_pieces > 1; --n_pieces) {
+    const uint64_t matrix_bytes = largest_part_bytes(layout.layers[group.layers[0]]);
+    const auto fits = [&](const slot_group & piece) {
+        return matrix_bytes * (piece.n_slots + n_zeros(layout)) <= piece_bytes;
+    };
+    std::vector<slot_group> result = {group};
+    uint64_t paid_bytes = 0;
+    const auto n_most = static_cast<int>(group.layers.size());
+    for (int n_pieces = 2; n_pieces <= n_most && !std::all_of(result.begin(), result.end(), fits); ++n_pieces) {
         const int n_more = n_zeros(layout) * (n_pieces - 1);
         const uint64_t zeros_bytes = group.slot_bytes * n_more;
         const bool pays = zeros_bytes <= *spare_bytes;
         auto pieces = divided(layout, group, n_pieces, group.n_slots - (pays ? 0 : n_more));
         if (!pieces.empty()) {
-            *spare_bytes -= pays ? zeros_bytes : 0;
-            return pieces;
+            result = std::move(pieces);
+            paid_bytes = pays ? zeros_bytes : 0;
         }
     }
-    return {group};
+    *spare_bytes -= paid_bytes;
+    return result;
 }
 
 } // namespace

@@ -1,5 +1,7 @@
 #include "device/tier.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -13,7 +15,10 @@ namespace s2moe {
 
 namespace {
 
-constexpr auto eager_time = std::chrono::microseconds(100); // after a request, in which the next one is looked for
+// After a request the next one is looked for without a pause, for longer where a core can be spared.
+constexpr auto eager_time = std::chrono::microseconds(1500);
+constexpr auto eager_time_of_few_cores = std::chrono::microseconds(100);
+constexpr unsigned few_cores = 4;
 constexpr auto stuck_time = std::chrono::seconds(10);
 constexpr auto poll_time = std::chrono::microseconds(20);
 
@@ -37,6 +42,7 @@ device_tier::device_tier(expert_cache & cache_in, std::unique_ptr<device_memory>
     cache.join(this);
     try {
         pin_cache();
+        n_synchronizations_seen = device->n_synchronizations();
         server = std::thread([this] { serve(); });
     } catch (...) {
         leave_cache();
@@ -59,13 +65,14 @@ device_tier::~device_tier() {
         }
         cache.unhold(each.entry);
     }
-    device->finish_copies(); // also those of launches that failed
+    device->finish_copies();
     leave_cache();
 }
 
 std::string device_tier::to_json() const {
     const common_json result = {{"device", device->name()},
                                 {"unified", device->is_unified()},
+                                {"watchdog", device->has_watchdog()},
                                 {"pinned", unpinned_reason.empty()},
                                 {"reason", unpinned_reason}};
     return result.dump();
@@ -96,11 +103,12 @@ void device_tier::begin_decode(decode_kind next) {
     std::memcpy(&control, image.data(), sizeof(control));
     const bool drafting = kind == decode_kind::draft;
     if (is_stale || control.drafting != drafting) {
+        const size_t n_bytes = is_stale ? image.size() : sizeof(control);
         control.n_requests = n_answered;
         control.drafting = drafting;
         std::memcpy(image.data(), &control, sizeof(control));
         is_stale = true; // until that has worked
-        upload();
+        upload(n_bytes);
     }
     n_tokens_asked = 0;
     std::fill_n(state.n_rows, states.size(), 0);
@@ -109,8 +117,8 @@ void device_tier::begin_decode(decode_kind next) {
     woken.notify_all();
 }
 
-void device_tier::upload() {
-    device->write(kernel_memory.get(), image.data(), image.size());
+void device_tier::upload(size_t n_bytes) {
+    device->write(kernel_memory.get(), image.data(), n_bytes);
     is_stale = false;
     ++n_uploads;
 }
@@ -119,7 +127,9 @@ void device_tier::end_decode() {
     running.store(false, std::memory_order_release);
     const std::lock_guard lock(mutex);
     slots.begin_pass();
-    const int n_waits = 1 + std::exchange(n_uploads, 0); // the decode's own, and those of uploads
+    // also those between the last decode and this one, which are of the same step
+    const uint64_t n_seen = std::exchange(n_synchronizations_seen, device->n_synchronizations());
+    const uint64_t n_waits = n_synchronizations_seen - n_seen + std::exchange(n_uploads, 0);
     if (kind == decode_kind::draft) {
         totals.synchronizations[S2MOE_PHASE_DECODE] += n_waits;
         return; // the target has not chosen these
@@ -163,6 +173,8 @@ void device_tier::stats(s2moe_device_stats & result) const {
 // ── requests of a kernel that waits ──────────────────────────────────────────────────────────────
 
 void device_tier::serve() {
+    prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); // else the kernel adds 50 µs to each pause
+    const auto eager = std::thread::hardware_concurrency() < few_cores ? eager_time_of_few_cores : eager_time;
     auto last = steady::now();
     std::unique_lock lock(mutex);
     while (true) {
@@ -176,7 +188,7 @@ void device_tier::serve() {
             continue;
         }
         lock.unlock();
-        if (steady::now() - last < eager_time) {
+        if (steady::now() - last < eager) {
             std::this_thread::yield();
         } else {
             std::this_thread::sleep_for(poll_time);
@@ -191,6 +203,7 @@ void device_tier::answer(uint32_t request) {
     remap_mailbox & mailbox = *state.mailbox;
     mailbox.n_changes = mailbox.n_fetches = 0;
     n_staged = 0;
+    totals.copy_seconds[copy_phase] += 1e-9 * static_cast<double>(mailbox.copy_nanoseconds);
     // of the whole decode: the last layer of a prompt often computes its last token only
     n_tokens_asked = std::max(n_tokens_asked, mailbox.n_tokens);
     if (mailbox.n_unknown > 0) {
@@ -206,7 +219,11 @@ void device_tier::answer(uint32_t request) {
             cache.fail(S2MOE_ERROR_INTERNAL, error.what());
         }
     }
+    tell_changes();
     const auto phase = phase_of(kind, n_tokens_asked);
+    if (mailbox.n_fetches > 0) {
+        copy_phase = phase;
+    }
     ++totals.requests[phase];
     totals.wait_seconds[phase] += std::chrono::duration<double>(steady::now() - begun).count();
     n_answered = request;
@@ -330,12 +347,24 @@ void device_tier::change(uint32_t entry) {
         states[entry].load(std::memory_order_relaxed) == S2MOE_RESIDENT ? slots.slot_of(static_cast<int>(entry)) : -1;
     std::memcpy(image.data() + sizeof(remap_control) + entry * sizeof(slot), &slot, sizeof(slot));
     if (running.load(std::memory_order_relaxed)) {
-        remap_mailbox & mailbox = *state.mailbox;
-        mailbox.changes[mailbox.n_changes++] = {
-            static_cast<int32_t>(entry) / n_expert, static_cast<int32_t>(entry) % n_expert, slot};
+        changed.push_back(entry);
     } else {
         is_stale = true;
     }
+}
+
+// Of an expert that left and came back the last place counts: the kernel's lanes take the changes in any order.
+void device_tier::tell_changes() {
+    remap_mailbox & mailbox = *state.mailbox;
+    std::sort(changed.begin(), changed.end());
+    changed.erase(std::unique(changed.begin(), changed.end()), changed.end());
+    for (const uint32_t entry : changed) {
+        int32_t slot = -1;
+        std::memcpy(&slot, image.data() + sizeof(remap_control) + entry * sizeof(slot), sizeof(slot));
+        mailbox.changes[mailbox.n_changes++] = {
+            static_cast<int32_t>(entry) / n_expert, static_cast<int32_t>(entry) % n_expert, slot};
+    }
+    changed.clear();
 }
 
 // ── copies beside the computation ────────────────────────────────────────────────────────────────
@@ -378,9 +407,8 @@ void device_tier::launch(uint32_t entry, std::span<std::byte * const> parts) {
         flights.push_back({entry, device->mark()});
         ++totals.promotions;
     } catch (...) {
-        // Parts may still be copied, so slot and source stay. Who needs the expert fetches it into the same slot: what
-        // is copied there twice is the same.
-        slots.hold(static_cast<int>(entry));
+        device->finish_copies(); // of its parts; no kernel waits
+        cache.unhold(entry);     // it keeps its slot, into which it is fetched when it is needed
         throw;
     }
     states[entry].store(S2MOE_IN_FLIGHT, std::memory_order_relaxed);

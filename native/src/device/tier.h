@@ -106,7 +106,8 @@ class device_tier final : public upper_tier {
     void touch_down(const flight & landed);
     void launch(uint32_t entry, std::span<std::byte * const> parts);
     void change(uint32_t entry);
-    void upload();
+    void upload(size_t n_bytes);
+    void tell_changes();
     std::byte * slot_address(uint32_t entry, int part) const;
     const std::byte * reachable(const std::byte * data, uint64_t n_bytes);
     const expert_layer & layer_of(uint32_t entry) const {
@@ -135,8 +136,11 @@ class device_tier final : public upper_tier {
     mutable std::mutex mutex;
     std::condition_variable woken;
     std::vector<std::byte> image;             // of kernel_memory between decodes
-    bool is_stale = true;                     // the device has another one
+    bool is_stale = true;                     // the device has another table
+    std::vector<uint32_t> changed;            // entries that this answer gave other slots, or none
     int n_uploads = 0;                        // for this decode
+    uint64_t n_synchronizations_seen = 0;     // of the device's
+    int copy_phase = S2MOE_PHASE_PREFILL;     // of the last answer with fetches
     std::vector<std::atomic<uint8_t>> states; // enum s2moe_residency, by entry
     std::vector<lookup> lookups;              // of this decode, by entry
     std::vector<flight> flights;

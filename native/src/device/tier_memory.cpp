@@ -64,13 +64,16 @@ void device_tier::share_memory() {
     const remap_control control;
     std::memcpy(image.data(), &control, sizeof(control));
     std::memset(image.data() + sizeof(control), 0xFF, table_bytes); // -1: no slot
-    kernel_memory = device->allocate(image_bytes + max_fetches * sizeof(slot_fetch));
+    const size_t fetch_bytes = max_fetches * sizeof(slot_fetch);
+    kernel_memory = device->allocate(image_bytes + fetch_bytes + sizeof(remap_timer));
     shared = device->allocate_shared(sizeof(remap_mailbox) + table_bytes);
     state.n_layer = static_cast<int32_t>(layers.size());
     state.n_expert = n_expert;
     state.control = reinterpret_cast<remap_control *>(kernel_memory.get());
     state.table = reinterpret_cast<int32_t *>(kernel_memory.get() + sizeof(control));
     state.fetches = reinterpret_cast<slot_fetch *>(kernel_memory.get() + image_bytes);
+    state.timer = reinterpret_cast<remap_timer *>(kernel_memory.get() + image_bytes + fetch_bytes);
+    static_assert(alignof(slot_fetch) >= alignof(remap_timer));
     state.mailbox = new (shared.get()) remap_mailbox;
     state.n_rows = reinterpret_cast<int32_t *>(shared.get() + sizeof(remap_mailbox));
 }

@@ -92,7 +92,8 @@ std::unique_ptr<s2moe::device_memory> create_device(const std::string & name,
     static const std::map<std::string, s2moe::host_abilities> hosts = {{"host", {}},
                                                                        {"host-unpinned", {.n_pins = 0}},
                                                                        {"host-part-pinned", {.n_pins = 1}},
-                                                                       {"host-failed-copy", {.n_copies_until = 1}}};
+                                                                       {"host-failed-copy", {.n_copies_until = 1}},
+                                                                       {"host-watched", {.has_watchdog = true}}};
     if (const auto host = hosts.find(name); host != hosts.end()) {
         return s2moe::create_host_device(host->second);
     }

@@ -286,13 +286,15 @@ void expert_gate::end() {
 }
 
 void expert_gate::begin_on_device(int n_rows) {
-    if (device == nullptr || n_rows > max_gate_rows) {
+    if (device == nullptr) {
         return;
     }
+    // of a larger batch some layers may have few rows, and come to the device all the same: they pass
+    const bool fits = n_rows <= max_gate_rows;
     gate_control control;
     control.drafting = drafting;
     control.k_draft = drafting ? k_draft : 0;
-    if (!drafting) {
+    if (!drafting && fits) {
         control.budget = settings.budget;
         control.strength = settings.strength;
         control.residency_weight = settings.residency_weight;
@@ -304,7 +306,7 @@ void expert_gate::begin_on_device(int n_rows) {
     }
     device->begin(control, residency.data());
     note_synchronization();
-    awaits_device = true;
+    awaits_device = fits;
 }
 
 // Layers that the CPU computed have their results already.
