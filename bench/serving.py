@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from s2moe.bench.answer import Answer
+from s2moe.bench.http_client import httpx
 from s2moe.bench.process import (
     LimitReport,
     ReadLimit,

@@ -216,8 +216,8 @@ def jetson_table(inspector: Inspector) -> str:
         lambda pair: inspector.best_plan(pair[1], pair[0].budget_mib, lambda plan: plan.all_resident), pairs
     )
     for (board, shape), plan in zip(pairs, plans, strict=True):
-        flags = f"`--memory-budget {board.budget_gib}GiB --ctx-size {plan.n_ctx}`" if plan.fits else "–"
-        rows.append((board.name, shape.name, flags, *_residency(plan)))
+        settings = f"`S2MOE_MEMORY_BUDGET={board.budget_gib}GiB` `S2MOE_CTX_SIZE={plan.n_ctx}`"
+        rows.append((board.name, shape.name, settings if plan.fits else "–", *_residency(plan)))
     return _markdown(("Orin", "model", "settings", "experts in memory", "read per token", ""), rows)
 
 
@@ -323,7 +323,7 @@ def _same(written: str, computed: str) -> bool:
 
 
 def _same_cell(written: str, computed: str) -> bool:
-    if "`" in computed or "](" in computed:  # flags and links have no rounded numbers
+    if "`" in computed or "](" in computed:  # settings and links have no rounded numbers
         return written == computed
     if _NUMBER.sub("#", written) != _NUMBER.sub("#", computed):
         return False

@@ -17,6 +17,8 @@ from s2moe.engine.native_speculation import N_DRAFT_SEQUENCES, N_VERIFY_ROWS, se
 from s2moe.engine.speculation import SpeculationSupport
 
 DEFAULT_N_CTX = 8192
+N_CTX_STEP = 256
+"""llama.cpp rounds a context up to a multiple of it."""
 DEFAULT_N_BATCH = 512
 MAX_OUTPUTS = 64
 """Tokens of one decode whose logits may be asked for: more than any draft tree has. llama.cpp reserves a row
@@ -84,7 +86,8 @@ class ContextMaker:
 
     def n_ctx(self, handle: Any) -> int:
         n_ctx_train: int = self._llama_cpp.llama_model_n_ctx_train(handle)
-        return self._configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
+        asked = self._configure.n_ctx or min(n_ctx_train, DEFAULT_N_CTX)
+        return -(-asked // N_CTX_STEP) * N_CTX_STEP
 
     def speculation(self, handle: Any) -> SpeculationSupport:
         """What the model, loaded or simulated, allows."""

@@ -114,9 +114,7 @@ class CudaProbe:
 def probe_cuda(build: CudaBuild, machine: Machine, library: str = LIBRARY_NAME) -> CudaProbe:
     """Asks the driver in `library`. Raises CudaUnavailableError."""
     if not build.is_enabled:
-        raise CudaUnavailableError(
-            CudaFault.NOT_BUILT, "this build has no CUDA; rebuild with `make setup CUDA=1`"
-        )
+        raise CudaUnavailableError(CudaFault.NOT_BUILT, "this build has no CUDA; rebuild with `make cuda`")
     try:
         driver = CudaDriver(library)
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from s2moe.engine.cpu import processor_name
 from s2moe.engine.cuda_build import CudaBuild, version_text
 from s2moe.engine.cuda_driver import LIBRARY_NAME, CudaDevice
-from s2moe.engine.cuda_probe import CudaUnavailableError, Machine, probe_cuda
+from s2moe.engine.cuda_probe import CudaFault, CudaUnavailableError, Machine, probe_cuda
 from s2moe.engine.errors import EngineStartError
 from s2moe.engine.messages import Configure, ServingDevice
 
@@ -18,6 +18,8 @@ CPU: Final = "cpu"
 CUDA: Final = "cuda"
 MODULE_LOADING: Final = "CUDA_MODULE_LOADING"
 """A kernel that waits for the host must not be in the way of another one's loading."""
+_FAULTS_OF_THE_BUILD: Final = (CudaFault.NOT_BUILT, CudaFault.NO_KERNEL_IMAGE)
+"""They stay; a driver may appear, as after a boot or an update."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,6 @@ def choose_device(
     try:
         probe = probe_cuda(CudaBuild.of_build_info(build_info), Machine.here(), library)
     except CudaUnavailableError as error:
-        raise EngineStartError(
-            "device_unavailable", f"--device cuda, but {error}, or use --device cpu"
-        ) from error
+        code = "device_not_built" if error.fault in _FAULTS_OF_THE_BUILD else "device_unavailable"
+        raise EngineStartError(code, f"--device cuda, but {error}, or use --device cpu") from error
     return Device(probe.devices, probe.driver)

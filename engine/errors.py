@@ -22,7 +22,8 @@ class RequestAbortedError(Exception):
 
 
 class EngineStartError(Exception):
-    """The engine cannot serve with this configuration; `message` is one line with the remedy."""
+    """The engine cannot serve with this configuration; `message` is one line with the remedy. By `code` the
+    front end tells wrong settings (messages.WRONG_SETTING_CODES) from what may pass."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

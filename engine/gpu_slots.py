@@ -70,7 +70,7 @@ def plan_gpu(
     budget = budgets[0]
     if chosen > budget.n_bytes and not device.is_unified:
         raise EngineStartError(
-            "budget_too_large",
+            "insufficient_memory",
             f"--vram-budget gives {show(chosen, up=True)}, but {gpu.describe()} has only "
             f"{show(budget.n_bytes)} free beside a reserve; free more of it, or give less",
         )
@@ -108,7 +108,8 @@ def wants_slots(configure: Configure, plan: GpuPlan) -> bool:
     try:
         plan.check()
     except GpuMemoryError as error:
-        raise EngineStartError("budget_too_small", str(error)) from None
+        code = "budget_too_small" if plan.budget.explicit else "insufficient_memory"
+        raise EngineStartError(code, str(error)) from None
     return True
 
 

@@ -351,7 +351,9 @@ class Loader:
         except BudgetTooLargeError as error:
             raise EngineStartError("budget_too_large", str(error)) from None
         except BudgetTooSmallError as error:
-            raise EngineStartError("budget_too_small", str(error)) from None
+            # else memory is short now
+            code = "budget_too_small" if plan.budget.explicit else "insufficient_memory"
+            raise EngineStartError(code, str(error)) from None
 
     def _budget(self) -> Budget:
         chosen = self._configure.memory_budget_bytes

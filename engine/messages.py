@@ -324,10 +324,35 @@ class Ready(Message, frozen=True, tag=True):
     """None: nothing was planned, as for a model on a GPU."""
 
 
+WRONG_SETTING_CODES: Final = frozenset(
+    {
+        "budget_too_large",
+        "budget_too_small",
+        "device_not_built",
+        "expert_policy_unavailable",
+        "hot_experts_invalid",
+        "hot_experts_missing",
+        "invalid_device",
+        "invalid_setting",
+        "model_not_found",
+        "model_unreadable",
+        "model_unsupported",
+        "prompt_cache_dir_unusable",
+        "reader_unavailable",
+        "template_invalid",
+        "trace_unavailable",
+        "trace_unwritable",
+    }
+)
+"""Codes of Fatal that blame a setting: with this build and these files it never works. Others may pass by
+themselves, such as a lack of memory or of a driver, or blame no setting."""
+
+
 class Fatal(Message, frozen=True, tag=True):
     """The engine cannot start; it exits with a non-zero code after this."""
 
     code: str
+    """Of an EngineStartError; see WRONG_SETTING_CODES."""
     message: str
     """One line: what went wrong and what to do."""
     retryable: bool = False

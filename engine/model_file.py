@@ -61,8 +61,9 @@ def open_failure(error: NativeError, configure: Configure) -> tuple[str, str]:
     name = Path(configure.model_path).name
     if error.status == Status.UNSUPPORTED:
         remedy = "" if "; use --" in error.message else "; use --reader auto or --io buffered"
+        is_asked = configure.reader != "auto" or configure.io != "auto"
         return (
-            "reader_unavailable",
+            "reader_unavailable" if is_asked else "reader_failed",
             f"experts of {name} cannot be read as asked: {error.message}{remedy}",
         )
     if error.status == Status.INVALID:

@@ -68,6 +68,11 @@ class Admission:
         holder_waits = self._held and not self._held_is_running and not self._held_is_ending
         return len(self._waiting) + holder_waits
 
+    @property
+    def n_running(self) -> int:
+        """What the engine works on, or has been asked."""
+        return self._held_is_running + len(self._queries) - len(self._unsent)
+
     def check(self) -> None:
         """Raises the ApiError with which a request would be turned away now."""
         if self.draining:

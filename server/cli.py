@@ -1,13 +1,16 @@
 """The command `s2moe`: serve, inspect, profile, quality, pull, demo-model, version.
 
 Exit codes: 0 done or stopped by a signal, 1 failure (also an engine that keeps crashing, so that systemd
-or Docker restarts), 2 wrong usage or settings; `pull` has more, in server/pull/errors.py.
+or Docker restarts), 2 wrong usage or settings, which no restart mends (of those that only the engine can
+judge: engine/messages.py, WRONG_SETTING_CODES); `pull` has more, in server/pull/errors.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -28,14 +31,18 @@ from s2moe.server.settings import (
     CONFIG_ENV,
     Settings,
     SettingsError,
+    did_you_mean,
     env_of,
     flag_of,
     load_settings,
+    unknown_variables,
 )
 
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+
+_log = logging.getLogger(__name__)
 
 PROFILE_TOKENS = 128
 
@@ -46,7 +53,17 @@ DEMO_SEED = 0
 
 
 class _Parser(argparse.ArgumentParser):
-    """An error is one line, without the usage text in front of it."""
+    """An error is one line, without the usage text in front of it, and names the command's own help."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse would leave unknown arguments of a command to the whole program's parser."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            flags = (each for each in self._option_string_actions if each.startswith("--"))
+            suggestion = did_you_mean(flag, flags, "--")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (suggestion and f"; {suggestion}"))
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"s2moe: error: {message} (see `{self.prog} --help`)\n")
@@ -69,6 +86,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="s2moe",
         description="OpenAI-compatible inference server for Mixture-of-Experts models.",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=_version_text(), help="print the version, as the command does"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
@@ -264,11 +284,14 @@ def _serve(arguments: dict[str, Any]) -> int:
     from s2moe.server.logs import configure_logging
 
     configure_logging(settings.log_level, settings.log_format)
+    for line in unknown_variables(os.environ):
+        _log.warning("%s", line)
     try:
         # Before the demo model is built, which takes a while.
         listener = serve.open_socket(settings)
         settings.read_api_key()
         settings.read_chat_template()
+        serve.check_hot_experts(settings.hot_experts)
         model = serve.check_model(settings.model) if settings.model is not None else _ensure_demo_model()
         return serve.run(settings, listener, serve.to_configure(settings, model))
     except serve.ServeError as error:
@@ -368,8 +391,12 @@ def _demo_model(arguments: dict[str, Any]) -> int:
 
 
 def _version(_: dict[str, Any]) -> int:
-    print(f"s2moe {version('s2moe')}")
+    print(_version_text())
     return 0
+
+
+def _version_text() -> str:
+    return f"s2moe {version('s2moe')}"
 
 
 _COMMANDS = {

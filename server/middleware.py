@@ -35,8 +35,9 @@ from s2moe.server.logs import choose_request_id, request_id_var
 from s2moe.server.metrics import METHODS, NO_ROUTE, OTHER_METHOD, Metrics
 from s2moe.server.recorder import RequestRecorder
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"}) | PAGE_PATHS | DOCS_PATHS
-_QUIET_ROUTES = frozenset({"/health", "/v1/health", "/metrics", *PAGE_ROUTES, *DOCS_ROUTES})
+_HEALTH_PATHS = frozenset({"/health", "/v1/health"})
+OPEN_PATHS = _HEALTH_PATHS | PAGE_PATHS | DOCS_PATHS
+_QUIET_ROUTES = frozenset({"/metrics", *PAGE_ROUTES, *DOCS_ROUTES})
 _access_log = logging.getLogger("s2moe.server.access")
 _log = logging.getLogger(__name__)
 
@@ -90,8 +91,9 @@ class RequestContext:
         if isinstance(recorder, RequestRecorder):
             fields["prompt_tokens"] = recorder.n_prompt_tokens
             fields["generated_tokens"] = recorder.n_generated_tokens
-        level = logging.DEBUG if route in _QUIET_ROUTES and code < 400 else logging.INFO
-        _access_log.log(level, "request", extra={"fields": fields})
+        # who waits for the server asks often, and why it is not ready is in the log already
+        quiet = route in _HEALTH_PATHS or (route in _QUIET_ROUTES and code < 400)
+        _access_log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
 
 class LastResort:

@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from s2moe.engine.messages import Configure, ModelInfo, Speculation
+from s2moe.engine.messages import WRONG_SETTING_CODES, Configure, ModelInfo, Speculation
 from s2moe.server.admission import Admission
 from s2moe.server.app import create_app
 from s2moe.server.connection import OTHER_CONNECTIONS, Connection
@@ -30,6 +30,7 @@ from s2moe.server.supervisor import EngineSupervisor
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
+EXIT_USAGE = 2
 
 _ENGINE_STOP_SECONDS = 5.0
 _ENGINE_SAVE_SECONDS = 20.0
@@ -123,20 +124,34 @@ def _text_of(path: Path | None) -> str | None:
 def check_model(path: Path) -> Path:
     """Raises SettingsError when the file cannot be served at all."""
     path = path.expanduser()
+    if path.is_dir():
+        raise SettingsError(f"--model: {path} is a directory; name the GGUF file in it")
+    if _first_bytes("--model", path, "or omit the option to serve the demo model") != b"GGUF":
+        raise SettingsError(
+            f"--model: {path} is not a GGUF file; convert it with llama.cpp, or name another one"
+        )
+    return path.resolve()
+
+
+def check_hot_experts(path: Path | None) -> None:
+    """Raises SettingsError when there is no such file; what is in it the engine judges, which knows the
+    model."""
+    if path is not None:
+        remedy = "make one with `s2moe profile`, or omit the option"
+        _first_bytes("--hot-experts", path.expanduser(), remedy)
+
+
+def _first_bytes(flag: str, path: Path, remedy: str) -> bytes:
+    """At most four, of a regular file. Raises SettingsError."""
+    remedies = f"check the path, {remedy}"
     if not path.is_file():
-        if path.is_dir():
-            what = "is a directory; name the GGUF file in it"
-        else:
-            what = "is not a regular file" if path.exists() else "does not exist"
-        raise SettingsError(f"--model: {path} {what}")
+        what = "is not a regular file" if path.exists() else "does not exist"
+        raise SettingsError(f"{flag}: {path} {what}; {remedies}")
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            return file.read(4)
     except OSError as error:
-        raise SettingsError(f"--model: cannot read {path}: {error.strerror}") from error
-    if magic != b"GGUF":
-        raise SettingsError(f"--model: {path} is not a GGUF file")
-    return path.resolve()
+        raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}; {remedies}") from error
 
 
 def run(settings: Settings, listener: socket.socket, configure: Configure) -> int:
@@ -184,8 +199,11 @@ async def _serve(settings: Settings, listener: socket.socket, configure: Configu
         await _either(signals.second.wait(), _stop(server, serving))
         server.force_exit = server.should_exit = True
         stop_seconds = _ENGINE_STOP_SECONDS if settings.prompt_cache_dir is None else _ENGINE_SAVE_SECONDS
-        await supervisor.stop(0.0 if signals.second.is_set() else stop_seconds)
-        return EXIT_FAILURE if failed else EXIT_OK
+        await _either(signals.second.wait(), supervisor.stop(stop_seconds))
+        await supervisor.stop(0.0)
+        if not failed:
+            return EXIT_OK
+        return EXIT_USAGE if supervisor.fatal_code in WRONG_SETTING_CODES else EXIT_FAILURE
     finally:
         signals.close()
         server.force_exit = server.should_exit = True
@@ -213,6 +231,11 @@ async def shut_down_requests(admission: Admission, timeout_seconds: float) -> No
     """Stops admitting, lets the running request go on for the time given, then ends it with an error. At once
     when this is cancelled."""
     admission.drain()
+    if (n := admission.n_running) and timeout_seconds:
+        _log.info(
+            "waiting up to %g s for %s; a second signal (Ctrl-C) ends %s at once",
+            *(timeout_seconds, "1 answer" if n == 1 else f"{n} answers", "it" if n == 1 else "them"),
+        )
     try:
         await asyncio.wait_for(admission.idle(), timeout_seconds)
     except asyncio.CancelledError:
@@ -235,7 +258,10 @@ class _Signals:
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if self.second.is_set():
+            return
         if self.first.is_set():
+            _log.info("ending at once, at the second signal", extra={"fields": {"signal": number.name}})
             self.second.set()
         else:
             _log.info("stopping", extra={"fields": {"signal": number.name}})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,22 @@ from s2moe.server.speculation_names import MAX_EXPERTS, MAX_NODES, MAX_REUSE_STR
 
 ENV_PREFIX = "S2MOE_"
 CONFIG_ENV = f"{ENV_PREFIX}CONFIG"
+OTHER_VARIABLES = (
+    CONFIG_ENV,
+    # read by the engine
+    "S2MOE_CACHE_DIR",
+    "S2MOE_LIB_DIR",
+    # of deploy/rtx4090/compose.yml
+    "S2MOE_IMAGE",
+    "S2MOE_MEMORY_LIMIT",
+    # of the tests
+    "S2MOE_FAULTS",
+    "S2MOE_FUZZ_CASES",
+    "S2MOE_FUZZ_FIRST",
+    "S2MOE_RPC_CHECK",
+    "S2MOE_TEST_MODEL",
+)
+"""Environment variables of this project that are no settings."""
 DEMO_ALIAS = "demo"
 AUTO_BUDGET = 0
 AUTO_PROMPT_CACHE = -1
@@ -109,7 +125,11 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
     ctx_size: int = Field(
-        0, ge=0, le=10_000_000, description="context length in tokens; 0 = the model's own, at most 8192"
+        0,
+        ge=0,
+        le=10_000_000,
+        description="context length in tokens, rounded up to a multiple of 256; 0 = the model's own, at most "
+        "8192",
     )
     threads: int = Field(0, ge=0, le=1024, description="compute threads; 0 = one per physical core")
     batch_size: int = Field(
@@ -363,9 +383,11 @@ def read_text_setting(flag: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"{flag}: cannot read {path}: {error.strerror or error}") from error
+        raise SettingsError(
+            f"{flag}: cannot read {path}: {error.strerror or error}; check the path and its permissions"
+        ) from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{flag}: {path} is not UTF-8 text") from error
+        raise SettingsError(f"{flag}: {path} is not UTF-8 text; save it as such, or name another") from error
 
 
 def flag_of(field: str) -> str:
@@ -376,6 +398,16 @@ def flag_of(field: str) -> str:
 def env_of(field: str) -> str:
     """`ctx_size` → `S2MOE_CTX_SIZE`."""
     return ENV_PREFIX + field.upper()
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a setting and is none, since nothing else would tell."""
+    known = [*map(env_of, Settings.model_fields), *OTHER_VARIABLES]
+    return [
+        f"{name} is set, but there is no such setting; {_suggest(name.upper(), known, ENV_PREFIX)}"
+        for name, value in environment.items()
+        if value and name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    ]
 
 
 def load_settings(cli: Mapping[str, Any], config: Path | None = None) -> Settings:
@@ -413,15 +445,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {path} is not valid TOML: {error}") from error
     for key in table:
         if key not in Settings.model_fields:
-            raise SettingsError(f"--config: {path} has the unknown key `{key}`; {_suggest(key)}")
+            suggestion = _suggest(key.replace("-", "_"), Settings.model_fields)
+            raise SettingsError(f"--config: {path} has the unknown key `{key}`; {suggestion}")
     return table
 
 
-def _suggest(key: str) -> str:
+def _suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    return did_you_mean(name, known, prefix) or "`s2moe serve --help` lists the settings"
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Empty: nothing is like it. What all have in common, the `prefix`, is no likeness."""
     import difflib
 
-    close = difflib.get_close_matches(key.replace("-", "_"), Settings.model_fields, n=1)
-    return f"did you mean `{close[0]}`?" if close else "`s2moe serve --help` lists the settings"
+    close = difflib.get_close_matches(
+        name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], n=1
+    )
+    return f"did you mean `{prefix}{close[0]}`?" if close else ""
 
 
 def _describe(error: ValidationError, cli: Mapping[str, Any], config: Path | None) -> str:

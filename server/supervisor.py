@@ -134,6 +134,8 @@ class EngineSupervisor:
         """Set when the engine will never be ready again without anybody having called `stop()`."""
         self.exit_message = ""
         """After `gave_up`: one line that says why; whoever waits for that shows it to the operator."""
+        self.fatal_code = ""
+        """After `gave_up`: the code of the engine's Fatal, if that was the reason."""
         self._configure = configure
         self._front_end_measured = False
         self._observer = observer
@@ -236,8 +238,9 @@ class EngineSupervisor:
     async def stop(self, timeout_seconds: float) -> None:
         """Ends the engine for good and returns when the process is reaped.
 
-        Shutdown is sent at once, SIGTERM after half of `timeout_seconds`, SIGKILL after all of it. A running
-        request ends with EngineDiedError. May be called in any state, and more than once.
+        Shutdown is sent at once, SIGTERM after half of `timeout_seconds`, SIGKILL after all of it; with 0
+        only the last. A running request ends with EngineDiedError. May be called in any state, and more than
+        once.
         """
         self._stopping.set()
         self._signal_state_change()
@@ -250,20 +253,25 @@ class EngineSupervisor:
 
     async def _end_process(self, main_task: asyncio.Task[None], timeout_seconds: float) -> None:
         try:
-            self._send(Shutdown())
-            done, _ = await asyncio.wait([main_task], timeout=timeout_seconds / 2)
-            if not done and self._run is not None:
-                logger.warning("engine ignored Shutdown for %g s, sending SIGTERM", timeout_seconds / 2)
-                self._run.process.terminate()
-                done, _ = await asyncio.wait([main_task], timeout=timeout_seconds / 2)
-            if not done and self._run is not None:
-                logger.warning("engine ignored SIGTERM for %g s, sending SIGKILL", timeout_seconds / 2)
+            if timeout_seconds:
+                await self._ask_to_end(main_task, timeout_seconds)
+            if not main_task.done() and self._run is not None:
                 self._run.process.kill()
         except asyncio.CancelledError:
             if self._run is not None:
                 self._run.process.kill()
             raise
         await asyncio.shield(main_task)
+
+    async def _ask_to_end(self, main_task: asyncio.Task[None], timeout_seconds: float) -> None:
+        self._send(Shutdown())
+        done, _ = await asyncio.wait([main_task], timeout=timeout_seconds / 2)
+        if not done and self._run is not None:
+            logger.warning("engine ignored Shutdown for %g s, sending SIGTERM", timeout_seconds / 2)
+            self._run.process.terminate()
+            done, _ = await asyncio.wait([main_task], timeout=timeout_seconds / 2)
+        if not done and self._run is not None:
+            logger.warning("engine ignored SIGTERM for %g s, sending SIGKILL", timeout_seconds / 2)
 
     async def _supervise(self) -> None:
         try:
@@ -321,6 +329,7 @@ class EngineSupervisor:
             stderr_tail=process.stderr_tail,
         )
         if run.fatal is not None and not run.fatal.retryable:
+            self.fatal_code = run.fatal.code
             self._give_up(engine_exit.summary)
             return None
         return self._judge(engine_exit, None if run.ready_at is None else lost_at - run.ready_at)

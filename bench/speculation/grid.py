@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import httpx
-
 from s2moe.bench.answer import Answer
+from s2moe.bench.http_client import httpx
 from s2moe.bench.prompts import prompts
 from s2moe.bench.serving import Samples, ServingError
 from s2moe.bench.speculation.methods import OFF_OPTIONS, SERVERS, Method

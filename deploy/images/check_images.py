@@ -111,7 +111,7 @@ class ImageCheck:
         arguments = ("--model", "/models/demo.gguf", "--device", "cuda")
         code, output = self._command(*self._config.entrypoint, *arguments)
         self._expect(
-            code == 1 and "error:" in output, f"ends with {code} for a GPU that is not there", output
+            code == 2 and "error:" in output, f"ends with {code} where the image has no CUDA", output
         )
 
     def _check_pull(self) -> None:

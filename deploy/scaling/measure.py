@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from processes import end_with_parent, free_ports, listens
 from replicas import Replicas, ReplicasError
 from rpc_serve import FOLDER as RPC_FOLDER
 from rpc_serve import RpcError, check_build
 
+from s2moe.bench.http_client import httpx
 from s2moe.bench.speculation.ratios import Estimate, estimate
 from s2moe.bench.workload import Messages, long_prompt
 from s2moe.engine.demo_model import ensure_demo_model

@@ -2,8 +2,8 @@
 
     .venv/bin/python deploy/scaling/replicas.py [--port 8080] [--replicas 2] [SERVE-OPTION …]
 
-Other options go to every `s2moe serve`. Ctrl-C stops all, and so does whatever else ends this program. It
-needs nginx 1.19.5 or newer (Debian: apt-get install nginx).
+Other options go to every `s2moe serve`. Ctrl-C stops all, running answers first, a second one at once; and so
+does whatever else ends this program. It needs nginx 1.19.5 or newer (Debian: apt-get install nginx).
 On one machine the servers share its cores and its memory, so this shows that it works, not what it gains.
 """
 
@@ -30,6 +30,8 @@ CONFIG = Path(__file__).with_name("nginx.conf")
 S2MOE = Path(sys.executable).with_name("s2moe")
 START_SECONDS = 600
 """The first start builds the demo model."""
+STOP_SECONDS = 45
+"""More than a server's --shutdown-timeout and, with --prompt-cache-dir, the writing of conversations."""
 QUEUE_SIZE = 2
 """Requests that wait behind the running one: more are better off at another server."""
 
@@ -86,14 +88,20 @@ def start_nginx(folder: Path, config: str, log: IO[bytes] | None = None) -> subp
     if os.getuid() == 0:
         folder.chmod(0o711)  # nginx's workers are another user then
     command = [nginx, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
-    return subprocess.Popen(command, stderr=log, preexec_fn=end_with_parent)
+    return start(command, log)
+
+
+def start(command: Sequence[str], log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """In a process group of its own, so that a terminal's Ctrl-C reaches this program alone: a server takes
+    the second of two signals for "at once". Raises OSError."""
+    return subprocess.Popen(command, stderr=log, process_group=0, preexec_fn=end_with_parent)
 
 
 def start_server(port: int, options: Sequence[str]) -> subprocess.Popen[bytes]:
     """Raises ReplicasError."""
     command = [str(S2MOE), "serve", "--port", str(port), "--queue-size", str(QUEUE_SIZE), *options]
     try:
-        return subprocess.Popen(command, preexec_fn=end_with_parent)
+        return start(command)
     except OSError as error:
         raise ReplicasError(f"cannot start {S2MOE}: {error.strerror}; run make setup") from error
 
@@ -136,25 +144,39 @@ class Replicas:
         return None
 
     def close(self) -> None:
-        processes = [self.nginx, *self.servers]
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
+        """Lets running answers end, as long as the servers do."""
+        if self.nginx.poll() is None:
+            self.nginx.send_signal(signal.SIGQUIT)  # at SIGTERM it would cut them
+        for server, port in zip(self.servers, self.server_ports, strict=False):
+            if server.poll() is None and not is_draining(port):
+                os.killpg(server.pid, signal.SIGTERM)  # also who builds the demo model for it
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in (*self.servers, self.nginx):
             try:
-                process.wait(20)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
 def is_ready(port: int) -> bool:
+    return health(port)[0] == http.HTTPStatus.OK
+
+
+def is_draining(port: int) -> bool:
+    """Whether somebody else has told this server to stop."""
+    return b'"draining"' in health(port)[1]
+
+
+def health(port: int) -> tuple[int, bytes]:
+    """Status and body; (0, empty) where nobody answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
+        answer = connection.getresponse()
+        return answer.status, answer.read()
     except (OSError, http.client.HTTPException):
-        return False
+        return 0, b""
     finally:
         connection.close()
 

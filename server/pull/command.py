@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -69,8 +70,17 @@ def run(arguments: dict[str, Any]) -> int:
     from s2moe.server.pull.progress import progress_on
 
     path = pull(Hub(), repo, wanted, directory, progress_on())
-    print(f"s2moe serve --model {shlex.quote(str(path))}")
+    print(shlex.join([*_this_program(), "serve", "--model", str(path)]))
     return 0
+
+
+def _this_program() -> list[str]:
+    """As it was called."""
+    called = Path(sys.argv[0])
+    if called.name != "s2moe":
+        return [sys.executable, "-m", "s2moe.server"]
+    # the kernel gives what was found on the PATH its whole name
+    return [called.name if shutil.which(called.name) == sys.argv[0] else sys.argv[0]]
 
 
 def _models_directory() -> Path:

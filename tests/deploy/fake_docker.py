@@ -18,7 +18,11 @@ from pathlib import Path
 
 FOLDER = Path(os.environ["FAKE_DOCKER"])
 SWITCHES = {"--rm", "-d"}
-OPTIONS = {"--entrypoint", "--gpus", "--group-add", "--runtime", "--stop-timeout", "--user", "-e", "-p", "-v"}
+OPTIONS = {
+    "--entrypoint", "--gpus", "--group-add", "--name", "--restart", "--runtime", "--stop-timeout",
+    "--user", "-e", "-p", "-v",
+}  # fmt: skip
+BUILD_OPTIONS = {"--build-arg", "-f", "-t"}
 SUBCOMMANDS = {"build", "config", "down", "logs", "ps", "stop", "up"}
 
 
@@ -30,8 +34,11 @@ def main(arguments: list[str]) -> int:
             return compose(Path(file))
         case ["run", *rest]:
             return run(rest)
-        case ["build", "-f", file, "-t", _, "."] if Path(file).is_file():
-            return 0
+        case ["build", *rest]:
+            return build(rest)
+        case ["stop", name]:
+            known = f" --name {name} " in (FOLDER / "calls").read_text()
+            return 0 if known else fail(f"no such container: {name}")
     return fail(f"not a command of docker: {shlex.join(arguments)}")
 
 
@@ -48,15 +55,44 @@ def compose(file: Path) -> int:
     return 0
 
 
-def run(arguments: list[str]) -> int:
+class UnknownOptionError(Exception):
+    pass
+
+
+def parse(arguments: list[str], known: set[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of each option, and what follows them. Raises UnknownOptionError."""
     values: dict[str, list[str]] = {}
     while arguments and arguments[0].startswith("-"):
         option, *arguments = arguments
-        if option in OPTIONS:
+        if option in known:
             values.setdefault(option, []).append(arguments.pop(0))
-        elif option not in SWITCHES:
-            return fail(f"unknown option {option}")
-    _, *command = arguments
+        elif option in SWITCHES:
+            values[option] = []
+        else:
+            raise UnknownOptionError(f"unknown option {option}")
+    return values, arguments
+
+
+def build(arguments: list[str]) -> int:
+    """Fails where an argument is none of the Dockerfile's, which Docker only warns of."""
+    values, folders = parse(arguments, BUILD_OPTIONS)
+    if folders != ["."] or "-t" not in values:
+        return fail("build: which folder, which tag?")
+    (file,) = values["-f"]
+    declared = re.findall(r"^ARG (\w+)", Path(file).read_text(), re.MULTILINE)
+    for name, _, value in (argument.partition("=") for argument in values.get("--build-arg", [])):
+        if name not in declared or not value:
+            return fail(f"{file} has no argument {name}, or it got no value")
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    values, [_, *command] = parse(arguments, OPTIONS)
+    if "--rm" in values and "--restart" in values:
+        return fail("conflicting options: cannot specify both --restart and --rm")
+    for source in (mount.split(":")[0] for mount in values.get("-v", [])):
+        if source.startswith("/") and not Path(source).exists():
+            return fail(f"nothing to mount at {source}")
     if values.get("--entrypoint") != ["install"]:
         return 0
     with tempfile.TemporaryDirectory(dir=FOLDER) as root:
@@ -81,4 +117,7 @@ def fail(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UnknownOptionError as error:
+        sys.exit(fail(str(error)))

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from documented import ROOT, commands, script
+from documented import PAGES, ROOT, commands, script
 
 DOCKERFILES = (ROOT / "Dockerfile.orin", ROOT / "Dockerfile.4090")
 DOCKER_PAGE = ROOT / "docs/docker.md"
+PULL_PAGE = ROOT / "docs/models.md"
+README = ROOT / "README.md"
 GUIDE = ROOT / "deploy/rtx4090/README.md"
 COMPOSE = Path("deploy/rtx4090/compose.yml")
 FAKE_DOCKER = Path(__file__).with_name("fake_docker.py")
@@ -25,6 +27,7 @@ PROGRAMS = {
     "docker": f'exec {sys.executable} {FAKE_DOCKER} "$@"',
     "sudo": 'echo "$*" >> "$FAKE_DOCKER/as-root"; [ "$1" = chgrp ] && [ "$(id -u)" != 0 ] || exec "$@"',
     "curl": 'echo "$*" >> "$FAKE_DOCKER/curl"',
+    "make": "",
     # notes, too, who can read what it writes
     "openssl": 'exec 3>&1; stat -Lc %a /proc/self/fd/3 >> "$FAKE_DOCKER/modes"; echo "0123456789abcdef $*"',
 }
@@ -112,8 +115,9 @@ def group_of_the_image() -> int:
     return group
 
 
-def check_key(machine: Machine, path: Path) -> None:
-    """Read by its owner and the container's group, by nobody else, and at no time."""
+def check_key(machine: Machine) -> None:
+    """Read by its owner and the container's group, by nobody else, and at no time; then sent."""
+    path = machine.folder / "home/.config/s2moe/api_key"
     assert path.read_text().startswith("0123456789abcdef")
     assert path.stat().st_mode & 0o777 == 0o640
     assert machine.lines("modes") == ["600"]
@@ -121,19 +125,67 @@ def check_key(machine: Machine, path: Path) -> None:
     assert change.split()[1] == str(group_of_the_image())
     if os.geteuid() == 0:
         assert path.stat().st_gid == group_of_the_image()
-
-
-def test_the_guide_s_key_is_for_its_maker_and_the_container_alone(guided: Machine) -> None:
-    check_key(guided, guided.folder / "home/.config/s2moe/api_key")
-    (asked,) = guided.lines("curl")
+    (asked,) = machine.lines("curl")
     assert "Authorization: Bearer 0123456789abcdef" in asked
 
 
-def test_the_docker_page_s_key_is_for_its_maker_and_the_container_alone(machine: Machine) -> None:
-    (line,) = (line for line in script(DOCKER_PAGE).splitlines() if "openssl" in line)
-    done = machine.run(line)
+def test_the_guide_s_key_is_for_its_maker_and_the_container_alone(guided: Machine) -> None:
+    check_key(guided)
+
+
+def test_the_docker_page_leaves_its_key_and_its_model_outside_the_clone(machine: Machine) -> None:
+    content = machine.add_model("m.gguf")
+    before = sorted(machine.clone.rglob("*"))
+    done = machine.run(script(DOCKER_PAGE))
     assert done.returncode == 0, done.stderr
-    check_key(machine, machine.clone / "key")
+    check_key(machine)
+    assert sorted(machine.clone.rglob("*")) == before
+    models = machine.folder / "home/models"
+    assert (models / "m.gguf").read_bytes() == content
+    assert (models / "cache").is_dir()
+
+
+@pytest.mark.parametrize("page", [README, PULL_PAGE], ids=lambda page: page.name)
+def test_docker_knows_what_a_page_asks_of_it(page: Path, machine: Machine) -> None:
+    machine.add_model("m.gguf")
+    lines = [line for line in commands(page, "docker") if "models:/models" in line or " -t " in line]
+    assert lines
+    done = machine.run("\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    for line in commands(page, "docker stop"):
+        assert machine.run(line).returncode == 0
+
+
+def test_the_readme_builds_an_image_without_a_gpu_and_serves_from_it(machine: Machine) -> None:
+    (build,) = (line for line in commands(README, "docker build") if "CUDA=OFF" in line)
+    bases = re.findall(r"--build-arg (\w+_IMAGE)=(\S+)", build)
+    assert {name for name, _ in bases} == {"BUILD_IMAGE", "RUNTIME_IMAGE"}
+    assert len({base for _, base in bases}) == 1
+    (tag,) = re.findall(r"-t (\S+)", build)
+    (serve,) = (line for line in serving() if tag in line)
+    assert "--runtime" not in serve
+    assert machine.run(build.replace("RUNTIME_IMAGE=", "RUNTIME=")).returncode != 0
+
+
+def serving() -> list[str]:
+    """What starts a server in a container, on all pages."""
+    lines = [line for page in PAGES for line in commands(page, "docker run")]
+    return [line for line in lines if "--entrypoint" not in line and "s2moe:" in line]
+
+
+def test_containers_have_a_name_to_stop_and_are_removed() -> None:
+    assert len(serving()) >= 6
+    for line in serving():
+        assert " --rm --name s2moe " in line, line
+    for page in (README, DOCKER_PAGE):
+        assert commands(page, "docker stop") == ["docker stop s2moe"] * len(commands(page, "docker stop"))
+        assert commands(page, "docker stop")
+
+
+def test_a_gpu_is_asked_for_in_one_way() -> None:
+    lines = serving()
+    assert not [line for line in lines if "--gpus" in line]
+    assert all("--runtime nvidia" in line for line in lines if "--device cuda" in line)
 
 
 def test_the_guide_goes_through_all_that_compose_is_asked(guided: Machine) -> None:
@@ -156,7 +208,7 @@ def test_git_ignores_the_settings_of_a_machine(guided: Machine) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_model_that_is_a_private_link_can_be_read_in_the_volume(page: Path, machine: Machine) -> None:
     copies = [line for line in commands(page, "docker run") if "--entrypoint install" in line]
     assert copies
@@ -172,5 +224,5 @@ def test_a_model_that_is_a_private_link_can_be_read_in_the_volume(page: Path, ma
 
 
 def test_no_page_copies_a_model_with_its_mode() -> None:
-    for page in (ROOT / "README.md", DOCKER_PAGE, GUIDE):
+    for page in (README, DOCKER_PAGE, GUIDE):
         assert not [line for line in commands(page, "docker run") if "--entrypoint cp" in line], page

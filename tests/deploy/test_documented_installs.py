@@ -14,7 +14,10 @@ from documented import PAGES, ROOT, commands
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-PIPS = ("pip", ".venv/bin/pip", "python -m pip", ".venv/bin/python -m pip")
+PIPS = (
+    *("pip", ".venv/bin/pip", "sudo .venv/bin/pip", "~/openai/bin/pip"),
+    *("python -m pip", ".venv/bin/python -m pip"),
+)
 INSTALLS = [(page, line) for page in PAGES for pip in PIPS for line in commands(page, f"{pip} install")]
 
 
@@ -29,7 +32,7 @@ def requirements(line: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md", "deploy/jetson/README.md"])
 def test_the_extra_of_pull_is_named_whole_and_with_its_versions(page: str) -> None:
     (line,) = (line for path, line in INSTALLS if path == ROOT / page and "huggingface" in line)
     wanted = {str(Requirement(text)) for text in EXTRAS["pull"]}

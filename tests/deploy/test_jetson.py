@@ -108,6 +108,41 @@ def test_settings_are_the_server_s() -> None:
     assert set(names) <= {env_of(name) for name in Settings.model_fields}
 
 
+def position(text: str) -> int:
+    """Of a command in the guide, where there is one only."""
+    guide = (JETSON / "README.md").read_text()
+    assert guide.count(f"\n    {text}") == 1, text
+    return guide.index(f"\n    {text}")
+
+
+def test_the_model_is_there_before_the_service_starts() -> None:
+    env = (JETSON / "s2moe.env").read_text()
+    (model,) = re.findall(r"^S2MOE_MODEL=(\S+)$", env, re.MULTILINE)
+    folder = Path(model).parent
+    made = position("sudo install -d -o s2moe -g s2moe /var/lib/s2moe")
+    copied = position(f"sudo install -m 644 model.gguf {folder}/")
+    pulled = position("sudo -H -u s2moe .venv/bin/s2moe pull ")
+    assert made < copied < pulled < position("sudo systemctl enable --now s2moe\n")
+    assert f"--dir {folder}\n" in (JETSON / "README.md").read_text()[pulled:]
+
+
+def test_the_gpu_is_chosen_before_the_service_starts_anew(tmp_path: Path) -> None:
+    changed = position("sudo sed -i ")
+    assert position("sudo install -D -m 644 deploy/jetson/gpu.conf") < changed
+    restart = (JETSON / "README.md").read_text()[changed:]
+    assert re.match(r"\n.*\n    sudo systemctl daemon-reload\n    sudo systemctl restart s2moe\n", restart)
+
+    settings = tmp_path / "s2moe.env"
+    shutil.copy(JETSON / "s2moe.env", settings)
+    command = restart.splitlines()[1].strip().removeprefix("sudo ")
+    command = command.replace("/etc/s2moe/s2moe.env", str(settings))
+    subprocess.run(["bash", "-c", command], check=True)
+    before, after = (path.read_text().splitlines() for path in (JETSON / "s2moe.env", settings))
+    assert [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] == [
+        ("S2MOE_DEVICE=cpu", "S2MOE_DEVICE=cuda")
+    ]
+
+
 def test_the_guide_installs_every_file() -> None:
     guide = (JETSON / "README.md").read_text()
     files = [path.name for path in JETSON.iterdir() if path.name != "README.md"]

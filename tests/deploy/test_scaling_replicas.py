@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,18 +250,45 @@ def test_without_s2moe_nothing_runs_and_the_remedy_is_named(
 
 STUB = """\
 #!{python}
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import pathlib, signal, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+signals = pathlib.Path(__file__).with_name(f"signals-{{port}}")
+stopping, answering = threading.Event(), threading.Event()
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        parts = [b"draining" if stopping.is_set() else b"ok"]
+        if self.path == "/slow":
+            answering.set()
+            parts = [b"first", b"last"]
         self.send_response(200)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(2 + sum(map(len, parts))))
         self.end_headers()
+        self.wfile.write(b'"' + parts[0])
+        if self.path == "/slow":
+            stopping.wait()
+            time.sleep(1)
+        self.wfile.write(b"".join(parts[1:]) + b'"')
+        if self.path == "/slow":
+            answering.clear()
 
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+def note(number, _):
+    with signals.open("a") as file:
+        print(signal.Signals(number).name, file=file)
+    stopping.set()
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, note)
+server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+threading.Thread(target=server.serve_forever).start()
+stopping.wait()
+while answering.is_set():
+    time.sleep(0.01)
+server.shutdown()
 """
-"""In place of s2moe."""
+"""In place of s2moe. It writes down its signals; /slow is answered after the first of them."""
 PROGRAM = """\
 import pathlib, sys, replicas
 replicas.S2MOE = pathlib.Path(sys.argv.pop(1))
@@ -267,12 +296,61 @@ sys.exit(replicas.main())
 """
 
 
-@needs_nginx
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_however_the_program_ends_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
     stub = tmp_path / "s2moe"
     stub.write_text(STUB.format(python=sys.executable))
     stub.chmod(0o755)
+    return stub
+
+
+def signals_of(stub: Path, port: int) -> list[str]:
+    return stub.with_name(f"signals-{port}").read_text().split()
+
+
+@needs_nginx
+def test_ctrl_c_is_one_signal_to_each_server_and_lets_answers_end(stub: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", PROGRAM, str(stub), "--port", str(free_port())]
+    environment = {**os.environ, "PYTHONPATH": str(SCALING)}
+    with subprocess.Popen(command, env=environment, preexec_fn=partial(os.login_tty, theirs)) as process:
+        os.close(theirs)
+        shown = ""
+        while (ready := re.search(r":(\d+) in front of \[(\d+), (\d+)\]", shown)) is None:
+            shown += os.read(ours, 4096).decode()
+        port, *server_ports = map(int, ready.groups())
+        with httpx.stream("GET", f"http://127.0.0.1:{port}/slow", timeout=PATIENCE_SECONDS) as answer:
+            pieces = answer.iter_bytes()
+            text = next(pieces)
+            os.write(ours, b"\x03")
+            assert text + b"".join(pieces) == b'"firstlast"'
+        assert process.wait(PATIENCE_SECONDS) == 0
+    os.close(ours)
+    assert [signals_of(stub, each) for each in server_ports] == [["SIGTERM"]] * 2
+
+
+@needs_nginx
+def test_a_server_that_is_stopping_already_is_not_told_again(
+    stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas_module, "S2MOE", stub)
+    replicas = Replicas(tmp_path, free_port(), 2, [])
+    try:
+        replicas.wait_ready()
+        port = replicas.server_ports[0]
+        with httpx.stream("GET", f"http://127.0.0.1:{port}/slow", timeout=PATIENCE_SECONDS) as answer:
+            next(answer.iter_bytes())
+            replicas.servers[0].terminate()
+            until(lambda: replicas_module.is_draining(port), "the beginning of its end")
+            replicas.close()
+    finally:
+        replicas.close()
+    assert [signals_of(stub, each) for each in replicas.server_ports] == [["SIGTERM"]] * 2
+
+
+@needs_nginx
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_however_the_program_ends_nothing_is_left(number: signal.Signals, stub: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder of temporary files"
     folder.mkdir()
     command = [sys.executable, "-c", PROGRAM, str(stub), "--port", str(free_port())]

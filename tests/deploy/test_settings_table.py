@@ -11,6 +11,8 @@ from pathlib import Path
 import gguf
 import pytest
 
+from s2moe.server.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 MODELS_PAGE = ROOT / "docs" / "models.md"
@@ -102,7 +104,28 @@ def test_tables_in_the_documents_are_the_computed_ones() -> None:
     assert result.returncode == 0, result.stderr
 
 
-TABLE = "| 16 GB | `--memory-budget 12GiB` | 58 % | 180 to 450 MiB |"
+def test_each_row_of_the_jetson_s_table_is_lines_of_its_settings_file() -> None:
+    document = settings_table.JETSON_README
+    header, _, *rows = settings_table.table_in(document.read_text(), "jetson").splitlines()
+    column = header.split(" | ").index("settings")
+    env = document.with_name("s2moe.env").read_text()
+    assert rows
+    for row in rows:
+        board, *cells = row.removeprefix("| ").split(" | ")
+        lines = re.findall(r"`([^`]+)`", cells[column - 1])
+        settings = Settings.model_validate({name_of(line): line.partition("=")[2] for line in lines})
+        assert re.findall(r"^(S2MOE_\w+)=", "\n".join(lines), re.MULTILINE) == [
+            "S2MOE_MEMORY_BUDGET", "S2MOE_CTX_SIZE",
+        ]  # fmt: skip
+        assert all(re.search(rf"^{line.partition('=')[0]}=", env, re.MULTILINE) for line in lines)
+        assert settings.memory_budget < int(board.removesuffix(" GB")) * 2**30
+
+
+def name_of(line: str) -> str:
+    return line.partition("=")[0].removeprefix("S2MOE_").lower()
+
+
+TABLE = "| 16 GB | `S2MOE_MEMORY_BUDGET=12GiB` | 58 % | 180 to 450 MiB |"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_gpus_that_can_serve_are_described(play: Play) -> None:
 
 
 def test_build_without_cuda_asks_no_driver() -> None:
-    with pytest.raises(CudaUnavailableError, match="make setup CUDA=1") as caught:
+    with pytest.raises(CudaUnavailableError, match="make cuda") as caught:
         probe_cuda(CudaBuild(False), DESKTOP, "/nowhere/libcuda.so.1")
     assert caught.value.fault == CudaFault.NOT_BUILT
 

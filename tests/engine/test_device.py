@@ -101,22 +101,30 @@ def test_budget_for_a_gpu_needs_one() -> None:
     assert caught.value.code == "invalid_setting"
 
 
+def test_build_without_cuda_is_told_apart_from_a_lack_of_a_driver() -> None:
+    with pytest.raises(EngineStartError) as caught:
+        choose_device(wire.Configure(model_path="m.gguf", device="cuda"), BUILD_INFO | {"cuda": False})
+    assert caught.value.code == "device_not_built"
+    assert "make cuda" in caught.value.message
+
+
 @pytest.mark.parametrize(
-    ("has_driver", "played", "text"),
+    ("has_driver", "played", "code", "text"),
     [
-        (False, {}, "--gpus all"),
-        (True, {"devices": [RTX_4090], "version": 11040}, "CUDA 11.4"),
-        (True, {"devices": []}, "the driver shows no GPU"),
-        (True, {"devices": [RTX_3060]}, "CMAKE_CUDA_ARCHITECTURES=86"),
+        (False, {}, "device_unavailable", "--gpus all"),
+        (True, {"devices": [RTX_4090], "version": 11040}, "device_unavailable", "CUDA 11.4"),
+        (True, {"devices": []}, "device_unavailable", "the driver shows no GPU"),
+        (True, {"devices": [RTX_3060]}, "device_not_built", "CMAKE_CUDA_ARCHITECTURES=86"),
     ],
 )
 def test_engine_refuses_before_the_model_is_touched(
-    start: Start, tmp_path: Path, has_driver: bool, played: dict[str, object], text: str
+    start: Start, tmp_path: Path, has_driver: bool, played: dict[str, object], code: str, text: str
 ) -> None:
     engine = start(has_driver=has_driver, **played)
     fatal = engine.load(tmp_path / "missing.gguf", device="cuda")
     assert isinstance(fatal, wire.Fatal)
-    assert (fatal.code, fatal.retryable) == ("device_unavailable", False)
+    assert (fatal.code, fatal.retryable) == (code, False)
+    assert (code in wire.WRONG_SETTING_CODES) == (code != "device_unavailable"), "a driver may appear"
     assert fatal.message.startswith("--device cuda, but ")
     assert fatal.message.endswith(", or use --device cpu")
     assert text in fatal.message

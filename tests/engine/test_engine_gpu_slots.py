@@ -185,7 +185,7 @@ def test_shared_memory_is_counted_once(start: Start, tiny_model_path: Path) -> N
     [
         ({"vram_budget_bytes": MIB}, "budget_too_small", "give --vram-budget"),
         ({"vram_budget_bytes": 1 << 50}, "budget_too_large", "--vram-budget gives"),
-        ({"vram_budget_bytes": 2 << 30}, "budget_too_large", "free beside a reserve"),
+        ({"vram_budget_bytes": 2 << 30}, "insufficient_memory", "free beside a reserve"),
         ({"expert_trace_path": "t.jsonl"}, "invalid_setting", "--expert-trace"),
         ({"expert_policy": "static"}, "invalid_setting", "--expert-policy"),
         ({"speculation": wire.Speculation(shared_context=False)}, "invalid_setting", "KV cache of their own"),
@@ -202,7 +202,7 @@ def test_refusals(
 
 def test_gpu_without_room_says_what_is_needed(start: Start, tiny_model_path: Path) -> None:
     fatal = refusal(start(free_bytes=257 * MIB), tiny_model_path)
-    assert fatal.code == "budget_too_small"
+    assert fatal.code == "insufficient_memory"
     assert "what the GPU has free gives 1.00 MiB" in fatal.message
 
 

@@ -82,7 +82,6 @@ def test_models_that_cannot_load_are_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("options", "code", "remedy"),
     [
-        ({"device": "cuda"}, "device_unavailable", "--device cpu"),
         ({"device": "tpu"}, "invalid_device", "--device"),
         ({"n_ctx": 20_000_000}, "context_failed", "--ctx-size"),
         ({"chat_template": "{% for %}"}, "template_invalid", "--chat-template-file"),
@@ -104,6 +103,24 @@ def test_configurations_that_cannot_work_name_the_flag(
     assert isinstance(fatal, wire.Fatal)
     assert fatal.code == code
     assert remedy in fatal.message
+
+
+def test_codes_of_wrong_settings_are_those_of_refusals() -> None:
+    engine = Path(wire.__file__).parent
+    sources = "".join(path.read_text() for path in engine.glob("*.py") if path.name != "messages.py")
+    assert [code for code in wire.WRONG_SETTING_CODES if f'"{code}"' not in sources] == []
+
+
+def test_context_is_what_the_plan_says_and_large_enough_for_drafts(
+    spawn: Callable[[], EngineProcess], tiny_model_path: Path
+) -> None:
+    """llama.cpp would round it up behind our back."""
+    ready = spawn().load(tiny_model_path, n_ctx=1, speculation=wire.Speculation())
+    assert isinstance(ready, wire.Ready), ready
+    assert ready.plan is not None
+    assert ready.model.n_ctx == 256
+    assert "(256 tokens)" in ready.plan.lines[0]
+    assert (ready.model.speculation_method, ready.model.speculation_limit) == ("s2moe", "")
 
 
 def abort_latency(chat: Chat, request: wire.Generate, *, after: type[wire.FromEngine], delay: float) -> float:

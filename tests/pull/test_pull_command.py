@@ -18,7 +18,7 @@ from pull_rig import start_pull
 
 from s2moe.server.cli import main
 from s2moe.server.pull import errors
-from s2moe.server.pull.command import REQUIREMENTS
+from s2moe.server.pull.command import REQUIREMENTS, _this_program
 from s2moe.server.pull.errors import PullError
 from s2moe.server.pull.progress import LineProgress, progress_on, size_text
 
@@ -66,12 +66,31 @@ def test_serve_command_is_all_that_stdout_gets(hub: FakeHub, tmp_path: Path) -> 
     process = start_pull(hub.url, f"{REPO}:q4_k_m", "--dir", str(folder), HF_TOKEN="hf_secret")
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
-    assert shlex.split(out) == ["s2moe", "serve", "--model", str(folder / MODEL)]
+    program = [sys.executable, "-m", "s2moe.server"]  # as start_pull() calls it
+    assert shlex.split(out) == [*program, "serve", "--model", str(folder / MODEL)]
     assert out.count("\n") == 1
     # not a terminal: whole lines, no bar
     assert "\r" not in error
     assert f"{MODEL}: 100 %, 200.0 kB of 200.0 kB" in error
     assert hub.seen[0].token == "Bearer hf_secret"
+
+
+@pytest.mark.parametrize(
+    ("called", "path", "shown"),
+    [
+        (".venv/bin/s2moe", "/usr/bin", ".venv/bin/s2moe"),
+        ("{folder}/s2moe", "/usr/bin", "{folder}/s2moe"),
+        ("{folder}/s2moe", "{folder}", "s2moe"),  # found on the PATH
+    ],
+)
+def test_serve_command_names_the_program_as_it_was_called(
+    called: str, path: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "s2moe"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", path.format(folder=tmp_path))
+    monkeypatch.setattr(sys, "argv", [called.format(folder=tmp_path), "pull", REPO])
+    assert _this_program() == [shown.format(folder=tmp_path)]
 
 
 def test_models_go_to_the_cache_directory_unless_told_otherwise(hub: FakeHub, tmp_path: Path) -> None:

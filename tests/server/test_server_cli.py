@@ -68,6 +68,7 @@ def test_help_of_serve_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
         ["serve", "--port", "0", "--model", __file__],
         ["serve", "--port", "0", "--model", __file__, "--chat-template-file", "/nonexistent.jinja"],
         ["serve", "--port", "0", "--model", __file__, "--api-key-file", "/nonexistent.key"],
+        ["serve", "--port", "0", "--hot-experts", "/nonexistent.json"],
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -83,6 +84,40 @@ def test_usage_error_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--nonsense" in exit_of(capsys, "serve", "--nonsense")[1]
 
 
+def test_unknown_flag_of_a_command_points_to_its_help_and_to_what_is_like_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unlike = exit_of(capsys, "serve", "--wrong", "1")[1]
+    assert "--wrong 1 (see `s2moe serve --help`)" in unlike
+    for arguments in (["--ctx-sise", "8"], ["--ctx-sise=8"], ["--port", "0", "--ctx-sise", "8"]):
+        assert "; did you mean `--ctx-size`? (see `s2moe serve" in exit_of(capsys, "serve", *arguments)[1]
+    assert (
+        "`--max-tokens`? (see `s2moe profile"
+        in exit_of(capsys, "profile", "--model", "m", "--prompts", "p", "--max-token", "1")[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--config", "check the path and its permissions"),
+        ("--model", "or omit the option to serve the demo model"),
+        ("--api-key-file", "check the path and its permissions"),
+        ("--chat-template-file", "check the path and its permissions"),
+        ("--hot-experts", "make one with `s2moe profile`, or omit the option"),
+    ],
+)
+def test_missing_file_comes_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, remedy: str
+) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    arguments = ["serve", "--port", "0", "--model", str(model), flag, str(tmp_path / "nothing")]
+    error = exit_of(capsys, *arguments)[1]
+    assert error.startswith(f"s2moe: error: {flag}: ")
+    assert error.strip().endswith(remedy)
+
+
 def test_port_in_use_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = tmp_path / "m.gguf"
     model.write_bytes(b"GGUF")
@@ -94,9 +129,10 @@ def test_port_in_use_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[s
     assert "--port" in error
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version_is_printed(capsys: pytest.CaptureFixture[str], argument: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["version"])
+        main([argument])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("s2moe ")
 
@@ -228,8 +264,8 @@ while True:
         sys.exit(0)
     for message in reader.feed(data):
         if isinstance(message, m.Configure):
-            if mode == "fatal":
-                send(m.Fatal(code="bad_model", message="the model is broken; take another"))
+            if mode.startswith("fatal "):
+                send(m.Fatal(code=mode.split()[1], message="the model is broken; take another"))
                 sys.exit(1)
             time.sleep(0.5)
             send(m.Ready(model=m.ModelInfo(architecture="llama", name="x", quantization="q", size_bytes=1,
@@ -237,7 +273,8 @@ while True:
         elif isinstance(message, m.Ping):
             send(m.Pong(nonce=message.nonce, state="idle"))
         elif isinstance(message, m.Shutdown):
-            sys.exit(0)
+            if mode != "saves":
+                sys.exit(0)
         elif isinstance(message, m.Abort):
             send(m.Finished(request_id=message.request_id, reason="cancelled"))
         elif isinstance(message, m.Generate):
@@ -262,7 +299,7 @@ main()
 class Process:
     """`s2moe serve` with the engine above."""
 
-    def __init__(self, tmp_path: Path, mode: str, *arguments: str) -> None:
+    def __init__(self, tmp_path: Path, mode: str, *arguments: str, **variables: str) -> None:
         (tmp_path / "engine.py").write_text(ENGINE)
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
         port = free_port()
@@ -273,17 +310,19 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "FAKE_ENGINE": mode},
+            env={**os.environ, "FAKE_ENGINE": mode, **variables},
         )
 
     def until(self, status: str) -> None:
+        """`gone`: nobody listens."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.url}/health").json()["status"] == status:
-                    return
+                found = httpx.get(f"{self.url}/health").json()["status"]
             except httpx.TransportError:
-                pass
+                found = "gone"
+            if found == status:
+                return
             time.sleep(0.01)
         raise AssertionError(f"never {status}")
 
@@ -295,8 +334,8 @@ class Process:
 BODY = {"stream": True, "messages": [{"role": "user", "content": "hi"}]}
 
 
-def start(tmp_path: Path, mode: str, *arguments: str) -> Process:
-    return Process(tmp_path, mode, *arguments)
+def start(tmp_path: Path, mode: str, *arguments: str, **variables: str) -> Process:
+    return Process(tmp_path, mode, *arguments, **variables)
 
 
 def test_server_says_loading_then_ready_and_sigterm_lets_the_stream_finish(tmp_path: Path) -> None:
@@ -359,19 +398,67 @@ def test_second_signal_does_not_wait(tmp_path: Path) -> None:
         server.process.kill()
     assert code == 0, error
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutdown"
+    assert "waiting up to 600 s for 1 answer; a second signal (Ctrl-C) ends it at once" in error
+    assert "ending at once, at the second signal signal=SIGINT" in error
+    assert "ignored" not in error
 
 
-def test_engine_that_can_never_load_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    server = start(tmp_path, "fatal")
+def test_second_signal_does_not_wait_for_an_engine_that_saves(tmp_path: Path) -> None:
+    server = start(tmp_path, "saves", "--prompt-cache-dir", str(tmp_path))
+    try:
+        server.until("ok")
+        server.process.send_signal(signal.SIGINT)
+        server.until("gone")
+        asked = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        code, _, error = server.end()
+    finally:
+        server.process.kill()
+    assert code == 0, error
+    assert time.monotonic() - asked < 5
+    assert "ignored" not in error
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("budget_too_small", 2),
+        ("device_not_built", 2),
+        ("hot_experts_invalid", 2),
+        ("invalid_setting", 2),
+        ("prompt_cache_dir_unusable", 2),
+        # may pass
+        ("device_unavailable", 1),
+        ("insufficient_memory", 1),
+        # no setting
+        ("model_invalid", 1),
+    ],
+)
+def test_engine_that_can_never_load_is_one_line_and_exit_code_2_where_a_setting_is_wrong(
+    tmp_path: Path, reason: str, expected: int
+) -> None:
+    server = start(tmp_path, f"fatal {reason}")
     try:
         code, _, error = server.end()
     finally:
         server.process.kill()
-    assert code == 1
+    assert code == expected
     (line,) = [line for line in error.splitlines() if line.startswith("s2moe: error: ")]
     assert "the model is broken; take another" in line
     assert error.count("the model is broken") == 1
     assert "Traceback" not in error
+
+
+def test_variable_that_is_no_setting_is_warned_of_once(tmp_path: Path) -> None:
+    variables = {"S2MOE_PRT": "1", "S2MOE_CACHE_DIR": str(tmp_path), "S2MOE_THREADS": "1", "S2MOE_EMPTY": ""}
+    server = start(tmp_path, "fatal model_invalid", **variables)
+    try:
+        _, _, error = server.end()
+    finally:
+        server.process.kill()
+    (line,) = [line for line in error.splitlines() if "there is no such setting" in line]
+    assert " WARNING " in line
+    assert line.endswith("S2MOE_PRT is set, but there is no such setting; did you mean `S2MOE_PORT`?")
 
 
 @pytest.mark.parametrize(

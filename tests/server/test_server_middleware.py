@@ -9,6 +9,7 @@ import pytest
 from fake_engine import FakeEngine, endless
 from server_rig import CHAT, ServerRig, StartServer, chat
 
+from s2moe.server.engine_client import EngineState
 from s2moe.server.logs import JsonFormatter, TextFormatter, configure_logging
 
 KEY = "secret-key"
@@ -155,6 +156,17 @@ async def test_access_log_has_route_status_and_tokens(
         vars(r)["fields"]["route"]: r.levelname for r in caplog.records if r.name == "s2moe.server.access"
     }
     assert (levels[CHAT], levels["/health"]) == ("INFO", "DEBUG")
+
+
+async def test_waiting_for_the_model_is_not_worth_a_line_per_question(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    rig = await start_server(FakeEngine(state=EngineState.LOADING))
+    assert (await rig.http.get("/health")).status_code == 503
+    assert (await rig.http.get("/nothing")).status_code == 404
+    levels = [record.levelname for record in caplog.records if record.name == "s2moe.server.access"]
+    assert levels == ["DEBUG", "INFO"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2moe.server.settings import Settings, SettingsError, env_of, flag_of, load_settings, parse_size_bytes
+from s2moe.server.settings import (
+    Settings,
+    SettingsError,
+    env_of,
+    flag_of,
+    load_settings,
+    parse_size_bytes,
+    unknown_variables,
+)
 
 
 @pytest.fixture
@@ -218,3 +227,25 @@ def test_readme_lists_every_setting() -> None:
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{flag_of(name)}` "))
         assert f"| `{env_of(name)}` |" in row
         assert row.endswith(f"| {field.description} |")
+
+
+def test_variables_that_the_project_reads_are_known() -> None:
+    reads = re.compile(r"""(?:environ(?:\.get)?[\[(]|getenv\(|^VARIABLE = )\s*"(S2MOE_\w+)\"""", re.MULTILINE)
+    root = Path(__file__).parents[2]
+    read = {
+        name
+        for folder in ("server", "engine", "bench", "deploy", "native", "tests")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".c", ".h", ".cpp")
+        for name in reads.findall(path.read_text(errors="replace"))
+    }
+    assert read >= {"S2MOE_CACHE_DIR", "S2MOE_LIB_DIR", "S2MOE_TEST_MODEL", "S2MOE_FAULTS"}
+    assert unknown_variables(dict.fromkeys(read, "x")) == []
+
+
+def test_unknown_variables_come_with_what_is_like_them() -> None:
+    assert unknown_variables({"S2MOE_MODL": "m", "S2MOE_MODEL": "m", "HOME": "/", "S2MOE_EMPTY": ""}) == [
+        "S2MOE_MODL is set, but there is no such setting; did you mean `S2MOE_MODEL`?"
+    ]
+    (line,) = unknown_variables({"S2MOE_XYZZY": "1"})
+    assert line.endswith("; `s2moe serve --help` lists the settings")

@@ -272,6 +272,7 @@ async def test_fatal_without_retry_gives_up_at_once_with_its_message(make_rig: M
     async with asyncio.timeout(10):
         await rig.supervisor.gave_up.wait()
     assert "no such model; check --model" in rig.supervisor.exit_message
+    assert rig.supervisor.fatal_code == "model_not_found"
     assert rig.n_starts == 1
     assert rig.observer.restarts == []
 

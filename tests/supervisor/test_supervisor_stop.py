@@ -61,6 +61,18 @@ async def test_sigkill_follows_when_sigterm_is_ignored(
     assert f"engine stopped with code {-signal.SIGKILL}" in caplog.messages
 
 
+async def test_stop_without_patience_kills_and_blames_nobody(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(on_shutdown="ignore-sigterm-too")
+    await rig.supervisor.start()
+    await rig.ready()
+    pid = rig.pid
+    await rig.supervisor.stop(0)
+    assert gone(pid)
+    assert not [line for line in caplog.messages if "ignored" in line]
+
+
 async def test_stop_ends_a_running_request_with_an_error(rig: Rig) -> None:
     async with aclosing(generate(rig.supervisor, rig.request("started", "forever"))) as stream:
         await anext(stream)
