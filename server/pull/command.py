@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, Final
 
-from s2moe.server.pull.errors import PullError
+from s2moe.server.pull.errors import InterruptedPullError, PullError
 
 REQUIREMENTS: Final = ("huggingface-hub>=2.4,<3", "httpx2>=2,<3")
 """The extra `pull` of pyproject.toml."""
@@ -66,6 +66,10 @@ def run(arguments: dict[str, Any]) -> int:
         from s2moe.server.pull.hub import Hub
     except ImportError as error:
         raise PullError(_missing_text()) from error
+    except ValueError as error:  # what it reads when it is imported
+        raise PullError(f"huggingface_hub does not start ({error}): correct the variables HF_…") from error
+    except KeyboardInterrupt:
+        raise InterruptedPullError("interrupted before anything was asked for") from None
     from s2moe.server.pull.download import pull
     from s2moe.server.pull.progress import progress_on
 

@@ -8,6 +8,7 @@ import fcntl
 import io
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ _TAG_LENGTH: Final = 12
 
 RETRY_WAITS_SECONDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Before a lost connection is taken up again; so many times, unless new bytes have come in between."""
+MOST_WAIT_SECONDS: Final = 300.0
+"""A hub that is busy may ask for as much."""
 
 
 def pull(hub: Hub, repo: str, wanted: str | None, directory: Path, progress: Progress) -> Path:
@@ -64,7 +67,7 @@ class _PartFile(io.FileIO):
     """Appends, and tells how long it is after each write."""
 
     def __init__(self, path: Path, tell: Callable[[int], None]) -> None:
-        super().__init__(path, "ab")
+        super().__init__(path, "ab", opener=_open_regular)
         self._tell_progress = tell
 
     def write(self, data: ReadableBuffer) -> int:
@@ -75,6 +78,21 @@ class _PartFile(io.FileIO):
             written += super().write(view[written:])
         self._tell_progress(self.tell())
         return written
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """The name can be guessed, and others may write to the folder. Raises PullError."""
+    error = PullError(f"{path} is not a regular file: move it away, or choose another --dir")
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as reason:
+        if reason.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise error from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise error
+    return descriptor
 
 
 def _fetch(hub: Hub, listing: Listing, file: RemoteFile, directory: Path, progress: Progress) -> None:
@@ -142,8 +160,9 @@ def _read_on(hub: Hub, listing: Listing, file: RemoteFile, out: _PartFile, progr
             waits = iter(RETRY_WAITS_SECONDS)
         if failure is not None:
             wait_seconds = next(waits, None)
-            if not failure.passing_cause or wait_seconds is None:
+            if not failure.passing_cause or wait_seconds is None or failure.wait_seconds > MOST_WAIT_SECONDS:
                 raise failure
+            wait_seconds = max(wait_seconds, failure.wait_seconds)
             percent = percent_text(out.tell(), file.size_bytes)
             progress.say(
                 f"{file.name} at {percent}: {failure.passing_cause}; trying again in {wait_seconds:g} s"
@@ -179,9 +198,9 @@ def _verify(path: Path, file: RemoteFile, progress: Progress) -> None:
 def _is_there(file: RemoteFile, directory: Path, progress: Progress) -> bool:
     """Raises PullError when another file has the name: it may be somebody's work."""
     path = directory / file.name
-    if not path.exists():
+    if not os.path.lexists(path):
         return False
-    if path.stat().st_size == file.size_bytes:
+    if path.is_file() and path.stat().st_size == file.size_bytes:
         progress.say(f"{path} is there; checking it")
         if file.sha256 is None or sha256_of(path) == file.sha256:
             return True

@@ -16,10 +16,12 @@ class HubUnreachableError(PullError):
 
     exit_code = 3
 
-    def __init__(self, message: str, *, passing_cause: str = "") -> None:
-        """`passing_cause`: in a few words, what may have passed at another try; empty = it will not."""
+    def __init__(self, message: str, *, passing_cause: str = "", wait_seconds: float = 0.0) -> None:
+        """`passing_cause`: in a few words, what may have passed at another try, after `wait_seconds` at the
+        soonest; empty = it will not."""
         super().__init__(message)
         self.passing_cause = passing_cause
+        self.wait_seconds = wait_seconds
 
 
 class NoSuchRepoError(PullError):

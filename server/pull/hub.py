@@ -45,8 +45,8 @@ _NO_SHA256: Final = "0" * 64
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]+)-[0-9]+/([0-9]+|\*)")
 
 _RANGE_NOT_SATISFIABLE: Final = 416
-_RETRIED_STATUSES: Final = (408, 429)
-"""After as long as the hub says, by huggingface_hub."""
+_BUSY_STATUSES: Final = (408, 429)
+_CAUSE_LENGTH: Final = 200
 _PASSING_ERRORS: Final = (
     httpx2.TimeoutException,
     httpx2.NetworkError,
@@ -78,17 +78,18 @@ class Hub:
         """Raises PullError."""
         with self._explained(repo):
             info = self._api.model_info(repo, files_metadata=True, timeout=_LISTING_SECONDS)
-        if info.sha is None:
+            files = tuple(
+                RemoteFile(each.rfilename, each.size, None if each.lfs is None else each.lfs.sha256)
+                for each in info.siblings or ()
+                # a name with control characters has no business on a terminal
+                if each.size is not None and each.rfilename.isprintable()
+            )
+        if not isinstance(info.sha, str):
             raise PullError(f"{self.endpoint} does not say which commit of {repo} it serves; is it a hub?")
-        files = tuple(
-            RemoteFile(each.rfilename, each.size, None if each.lfs is None else each.lfs.sha256)
-            for each in info.siblings or ()
-            # a name with control characters has no business on a terminal
-            if each.size is not None and each.rfilename.isprintable()
-        )
         for file in files:
             # the checksum becomes part of a file's name
-            if not isinstance(file.size_bytes, int) or not _SHA256.fullmatch(file.sha256 or _NO_SHA256):
+            is_size = isinstance(file.size_bytes, int) and file.size_bytes >= 0
+            if not is_size or not _SHA256.fullmatch(file.sha256 or _NO_SHA256):
                 raise PullError(
                     f"{self.endpoint} gives no proper size and sha256 of {file.path}; is it a hub?"
                 )
@@ -115,9 +116,11 @@ class Hub:
                 headers=headers,
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
                 retry_on_exceptions=(),
-                retry_on_status_codes=_RETRIED_STATUSES,
+                retry_on_status_codes=(),
             ) as response,
         ):
+            if response.status_code in _BUSY_STATUSES:
+                raise self._busy(response.status_code, _retry_after_seconds(response))
             hf_raise_for_status(response)
             if not _is_of(response, file, have_bytes):
                 raise self._other_bytes()
@@ -132,6 +135,11 @@ class Hub:
                 if at > end:
                     raise self._other_bytes()
                 out.write(new)
+            if response.status_code == httpx2.codes.OK and at < end and not _has_size_of(response, file):
+                # the length was not told: of another page, as a portal or a proxy sends it
+                out.truncate(have_bytes)
+                out.seek(have_bytes)
+                raise self._other_bytes()
 
     @contextlib.contextmanager
     def _explained(self, repo: str, file: RemoteFile | None = None) -> Iterator[None]:
@@ -158,7 +166,7 @@ class Hub:
                 "HF_HUB_OFFLINE forbids the network: unset it, or copy the GGUF file here by hand"
             ) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            cause = " ".join(str(error).split()) or type(error).__name__
+            cause = " ".join(str(error).split())[:_CAUSE_LENGTH] or type(error).__name__
             raise HubUnreachableError(
                 f"cannot reach {self.endpoint} ({cause}): check network, proxy and HF_ENDPOINT, then run the "
                 "same command again; it goes on where it stopped",
@@ -173,7 +181,9 @@ class Hub:
             ) from error
         except HFValidationError as error:
             raise NoSuchRepoError(f"{repo} can be no repo: check the name") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except UnicodeEncodeError as error:
+            raise NotAllowedError("HF_TOKEN has characters that no token has: correct or unset it") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise PullError(
                 f"{self.endpoint} does not answer as a hub does ({type(error).__name__}): check HF_ENDPOINT"
             ) from error
@@ -184,17 +194,21 @@ class Hub:
                 f"{self.endpoint} refuses access to {repo} (status {status}): set HF_TOKEN to a valid token "
                 "that may read it, or unset it for a public repo"
             )
-        if status in _RETRIED_STATUSES or status >= 500:
-            return HubUnreachableError(
-                f"{self.endpoint} is down or busy (status {status}): run the same command again later; it "
-                "goes on where it stopped",
-                passing_cause=f"status {status}" if status >= 500 else "",
-            )
+        if status in _BUSY_STATUSES or status >= 500:
+            return self._busy(status)
         if status == _RANGE_NOT_SATISFIABLE:
             return self._other_bytes()
         return PullError(
             f"{self.endpoint} answers status {status} for {repo}: check HF_ENDPOINT; "
             f"`hf download {repo}` may have another way"
+        )
+
+    def _busy(self, status: int, wait_seconds: float = 0.0) -> PullError:
+        return HubUnreachableError(
+            f"{self.endpoint} is down or busy (status {status}): run the same command again later; it goes "
+            "on where it stopped",
+            passing_cause=f"status {status}",
+            wait_seconds=wait_seconds,
         )
 
     def _other_bytes(self) -> PullError:
@@ -209,8 +223,16 @@ def _is_of(response: httpx2.Response, file: RemoteFile, first_byte: int) -> bool
     if response.status_code == httpx2.codes.PARTIAL_CONTENT:
         found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         return found is not None and int(found[1]) == first_byte and found[2] in ("*", str(file.size_bytes))
+    is_told = "content-length" in response.headers and "content-encoding" not in response.headers
+    return response.status_code == httpx2.codes.OK and (not is_told or _has_size_of(response, file))
+
+
+def _has_size_of(response: httpx2.Response, file: RemoteFile) -> bool:
     length = response.headers.get("content-length", "")
-    is_encoded = "content-encoding" in response.headers
-    return response.status_code == httpx2.codes.OK and (
-        not length or is_encoded or length == str(file.size_bytes)
-    )
+    return "content-encoding" not in response.headers and length == str(file.size_bytes)
+
+
+def _retry_after_seconds(response: httpx2.Response) -> float:
+    """0 = the hub does not say, or not in seconds."""
+    text = response.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdecimal() else 0.0

@@ -39,9 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root of one with cuBLAS, whose nvcc is not in PATH. It can say where it is, and nothing else."""
+    """The root of one with cuBLAS, whose nvcc is not in PATH. It can say where and of what release it is."""
     root = tmp_path / "cuda"
-    nvcc = stub(root / "bin" / "nvcc", f"echo '#$ TOP={root}' >&2")
+    nvcc = stub(root / "bin" / "nvcc", f"echo '#$ TOP={root}' >&2; echo 'Cuda tools, release 12.6, V12.6'")
     for name in ("include/cublas_v2.h", "lib64/libcublas.so"):
         (root / name).parent.mkdir()
         (root / name).touch()

@@ -91,7 +91,7 @@ def test_list_that_cannot_be_used_ends_the_command_with_one_line(
     hot.write_text("{}")
     command = [str(S2MOE), "serve", "--port", "0", "--model", str(tiny_model_path), "--hot-experts", str(hot)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("s2moe: error: ")
     assert f"--hot-experts: {hot} is not a hot-expert list" in last

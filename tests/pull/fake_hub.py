@@ -78,6 +78,10 @@ class FakeHub:
     """So many of the next downloads are sent to a port on which nobody listens."""
     failures: list[int] = field(default_factory=list)
     """Status of each of the next downloads."""
+    retry_after: str = ""
+    """Sent with failures."""
+    page: bytes = b""
+    """Sent with status 200 in place of a file, without its length, as by a portal that wants a login."""
     stall_after_bytes: int | None = None
     """Downloads stop there, without an end of the connection."""
     seen: list[Seen] = field(default_factory=list)
@@ -129,7 +133,13 @@ class FakeHub:
     def _answer_cdn(self, request: BaseHTTPRequestHandler) -> None:
         content = self.files[self._note("cdn", request).lstrip("/")]
         if self.failures:
-            return _refuse(request, Refusal(self.failures.pop(0)))
+            return _send(request, self.failures.pop(0), b"", {"Retry-After": self.retry_after})
+        if self.page:
+            request.send_response(200)
+            request.send_header("Connection", "close")
+            request.end_headers()
+            request.wfile.write(self.page)
+            return None
         content = content if self.on_cdn is None else self.on_cdn
         size = len(content)
         if self.damaged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import inspect
+import os
 import shutil
 import signal
 from collections import namedtuple
@@ -132,6 +133,60 @@ def test_host_that_is_busy_for_a_moment_is_asked_again(hub: FakeHub, tmp_path: P
     said = Said()
     assert pulled(hub, tmp_path, said=said).read_bytes() == big
     assert ["status 502" in causes(said)[0], "status 503" in causes(said)[1]] == [True, True]
+
+
+def test_busy_hub_is_asked_again_when_it_says(hub: FakeHub, tmp_path: Path, big: bytes) -> None:
+    hub.failures = [429, 408]
+    hub.retry_after = "1"
+    said = Said()
+    assert pulled(hub, tmp_path, said=said).read_bytes() == big
+    assert [line.rsplit("status ", 1)[1] for line in causes(said)] == [
+        "429; trying again in 1 s",
+        "408; trying again in 1 s",
+    ]
+
+
+def test_hub_that_is_busy_for_long_is_not_waited_for(hub: FakeHub, tmp_path: Path) -> None:
+    hub.failures = [429] * 9
+    hub.retry_after = "1000000"
+    error = failure_of(hub, tmp_path)
+    assert error.exit_code == 3
+    assert "status 429" in str(error)
+    assert len(hub.ranges) == 1
+
+
+@pytest.mark.parametrize("have", [0, CUT])
+def test_page_of_a_portal_is_not_mixed_with_the_file(
+    hub: FakeHub, tmp_path: Path, big: bytes, have: int
+) -> None:
+    part_of_model(hub, tmp_path).write_bytes(big[:have])
+    hub.page = b"<html>please log in</html>" * (1 + have // 10)
+    error = failure_of(hub, tmp_path)
+    assert "more or less than it was asked for" in str(error)
+    assert [part.stat().st_size for part in parts_in(tmp_path)] == [have] * (have > 0)
+    hub.page = b""
+    assert pulled(hub, tmp_path).read_bytes() == big
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_of_ours_is_not_written_to(hub: FakeHub, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    part = part_of_model(hub, tmp_path)
+    if kind == "link":
+        part.symlink_to(victim)
+    else:
+        os.mkfifo(part)
+    error = failure_of(hub, tmp_path)
+    assert f"{part} is not a regular file" in str(error)
+    assert victim.read_bytes() == b"precious"
+    assert hub.ranges == []
+
+
+def test_dangling_link_of_the_files_name_is_seen_before_the_download(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / MODEL).symlink_to(tmp_path / "nowhere")
+    assert "move it away" in str(failure_of(hub, tmp_path))
+    assert hub.ranges == []
 
 
 @pytest.mark.parametrize(
@@ -422,8 +477,11 @@ def test_space_that_a_part_takes_already_is_not_asked_for_again(
     assert pulled(hub, tmp_path).read_bytes() == hub.files[MODEL]
 
 
-def test_disk_that_fills_up_meanwhile_is_said_with_the_remedy(hub: FakeHub, tmp_path: Path) -> None:
-    part_of_model(hub, tmp_path).symlink_to("/dev/full")  # the kernel's own ENOSPC, at the first byte
+def test_disk_that_fills_up_meanwhile_is_said_with_the_remedy(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the kernel's own ENOSPC, at the first byte
+    monkeypatch.setattr(download_module, "_open_regular", lambda *_: os.open("/dev/full", os.O_WRONLY))
     error = failure_of(hub, tmp_path)
     assert isinstance(error, DiskFullError)
     assert error.exit_code == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import socket
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from fake_hub import REPO, FakeHub, Refusal
 from pull_rig import failure_of, start_pull
 
+from s2moe.server.pull import command
 from s2moe.server.pull.download import pull
 from s2moe.server.pull.errors import PullError
 from s2moe.server.pull.hub import Hub
@@ -53,7 +55,22 @@ def test_refused_file(hub: FakeHub, tmp_path: Path, refusal: Refusal, exit_code:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("listing", [b"<html>Welcome</html>", b"{}", b"[]", b'{"id": "a/b"}'])
+@pytest.mark.parametrize(
+    "listing",
+    [
+        *(
+            b"<html>Welcome</html>",
+            b"{}",
+            b"[]",
+            b'{"id": "a/b"}',
+            b'{"id": "a/b", "sha": 5, "siblings": []}',
+        ),
+        b'{"id": "a/b", "sha": "1", "siblings": [{"rfilename": 7, "size": 1}]}',
+        b'{"id": "a/b", "sha": "1", "siblings": [{"rfilename": "m.gguf", "size": -5}]}',
+        b"[" * 200_000,
+    ],
+    ids=range(8),
+)
 def test_endpoint_that_is_no_hub_is_said(hub: FakeHub, tmp_path: Path, listing: bytes) -> None:
     hub.listing = listing
     error = failure_of(hub, tmp_path)
@@ -86,6 +103,36 @@ def test_what_cannot_be_read_before_the_hub_is_asked_is_said(
     assert error.count("\n") == 1
     assert variable in error
     assert hub.seen == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "code"),
+    [("HF_HUB_DOWNLOAD_TIMEOUT", "abc", 1), ("HF_TOKEN", "tökén", 6)],
+)
+def test_variable_that_cannot_be_used_is_said(
+    hub: FakeHub, tmp_path: Path, variable: str, value: str, code: int
+) -> None:
+    process = start_pull(hub.url, REPO, "--dir", str(tmp_path), **{variable: value})
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert "Traceback" not in error
+    assert variable in error or "HF_…" in error.splitlines()[-1]
+    assert hub.seen == []
+
+
+def test_interrupt_before_anything_is_asked(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its packages are imported, which takes a second."""
+
+    def interrupted(name: str, *rest: object) -> object:
+        if name == "s2moe.server.pull.hub":
+            raise KeyboardInterrupt
+        return real(name, *rest)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(PullError) as caught:
+        command.run({"model": (REPO, None), "dir": None})
+    assert caught.value.exit_code == 130
 
 
 @pytest.mark.parametrize("repo", ["acme/moe--GGUF", "acme/moe.", "acme/" + "m" * 100])
