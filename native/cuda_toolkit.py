@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ WHEEL_MAJOR = 13
 LEAST_MAJOR = 12
 CHECKED_ARCHITECTURES = "87-real;89-real"
 TOP = re.compile(r"^#\$ TOP=(.*)$", re.MULTILINE)
+RELEASE = re.compile(r"release (\d+)\.")
+NVCC_SECONDS = 60.0
 ERRORS = (PrepareError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile)
 """What finding a toolkit, and building with it, raise."""
 
@@ -66,29 +69,39 @@ def system_nvcc() -> Path | None:
     return None if found is None else Path(found)
 
 
+def ask(nvcc: Path, arguments: Sequence[str], wanted: re.Pattern[str]) -> str:
+    """What it says, on either stream, where `wanted` has its group. Raises PrepareError."""
+    try:
+        result = subprocess.run(
+            [str(nvcc), *arguments],
+            capture_output=True,
+            check=False,
+            text=True,
+            errors="replace",
+            timeout=NVCC_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {NVCC_SECONDS} s"
+    except OSError as error:  # also of a script whose interpreter is not there
+        reason = f"it cannot be run ({error.strerror})"
+    else:
+        found = wanted.search(result.stdout + result.stderr)
+        if result.returncode == 0 and found is not None:
+            return found[1]
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        reason = lines[-1][:200] if lines else "no output"
+    raise PrepareError(
+        f"{nvcc} {arguments[0]} does not work: {reason}. Repair the toolkit, or name another nvcc in CUDACXX"
+    )
+
+
 def root_of(nvcc: Path) -> Path:
     """The toolkit's folder. It is asked for: nvcc may be a script somewhere else that calls the real one."""
-    result = subprocess.run(
-        [str(nvcc), "-v", "--dryrun", "-x", "cu", "-E", os.devnull],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    top = TOP.search(result.stderr)
-    if result.returncode != 0 or top is None:
-        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        raise PrepareError(
-            f"{nvcc} does not work: {reason}. Repair the toolkit, or name another nvcc in CUDACXX"
-        )
-    return Path(top[1]).resolve()
+    return Path(ask(nvcc, ("-v", "--dryrun", "-x", "cu", "-E", os.devnull), TOP)).resolve()
 
 
 def major_version(nvcc: Path) -> int:
-    result = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True)
-    release = re.search(r"release (\d+)\.", result.stdout)
-    if release is None:
-        raise PrepareError(f"{nvcc} --version names no release; name another nvcc in CUDACXX")
-    return int(release[1])
+    return int(ask(nvcc, ("--version",), RELEASE))
 
 
 def has_cublas(root: Path) -> bool:

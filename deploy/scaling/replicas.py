@@ -10,6 +10,7 @@ On one machine the servers share its cores and its memory, so this shows that it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import os
 import re
@@ -30,6 +31,8 @@ CONFIG = Path(__file__).with_name("nginx.conf")
 S2MOE = Path(sys.executable).with_name("s2moe")
 START_SECONDS = 600
 """The first start builds the demo model."""
+MAX_SERVERS = 64
+MAX_PORT = 65535
 STOP_SECONDS = 45
 """More than a server's --shutdown-timeout and, with --prompt-cache-dir, the writing of conversations."""
 QUEUE_SIZE = 2
@@ -129,18 +132,20 @@ class Replicas:
         for port in (*self.server_ports, self.port):
             while not is_ready(port):
                 if (ended := self.ended()) is not None:
-                    raise ReplicasError(f"{ended} did not start; its reason is above")
+                    raise ReplicasError(f"{ended} before all were ready")
                 if time.monotonic() > deadline:
                     raise ReplicasError(f"nothing is ready on port {port} after {START_SECONDS} s")
                 time.sleep(0.1)
 
     def ended(self) -> str | None:
-        """Names a process that has ended by itself."""
-        if self.nginx.poll() is not None:
-            return "nginx"
-        for server, port in zip(self.servers, self.server_ports, strict=True):
-            if server.poll() is not None:
-                return f"the server on port {port}"
+        """Says which process has ended by itself, and how."""
+        names = ("nginx", *(f"the server on port {port}" for port in self.server_ports))
+        for name, process in zip(names, (self.nginx, *self.servers), strict=True):
+            if (code := process.poll()) is not None:
+                how = (
+                    f"was killed by signal {-code}" if code < 0 else f"has ended with code {code}, see above,"
+                )
+                return f"{name} {how}"
         return None
 
     def close(self) -> None:
@@ -157,6 +162,9 @@ class Replicas:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            # whose first process was killed leaves others behind: nginx's workers would keep the port
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def is_ready(port: int) -> bool:
@@ -186,10 +194,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--port", type=int, default=8080, help="nginx's port on 127.0.0.1 (default 8080)")
-    parser.add_argument("--replicas", type=int, default=2, help="servers (default 2)")
+    parser.add_argument("--replicas", type=int, default=2, help=f"servers, 1 to {MAX_SERVERS} (default 2)")
     arguments, serve_options = parser.parse_known_args()
-    if arguments.replicas < 1:
-        parser.error("--replicas: at least 1")
+    if not 1 <= arguments.replicas <= MAX_SERVERS:
+        parser.error(f"--replicas: from 1 to {MAX_SERVERS}")
+    if not 1 <= arguments.port <= MAX_PORT:
+        parser.error(f"--port: from 1 to {MAX_PORT}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, signal.default_int_handler)
@@ -203,7 +213,7 @@ def main() -> int:
                 print(f"replicas: {url} in front of {replicas.server_ports}", flush=True)
                 while (ended := replicas.ended()) is None:
                     time.sleep(1)
-                raise ReplicasError(f"{ended} has ended")
+                raise ReplicasError(ended.rstrip(","))
             finally:
                 if replicas is not None:
                     replicas.close()

@@ -59,7 +59,7 @@ def check_worker(endpoint: str) -> None:
         raise RpcError(f"--workers: write HOST:PORT, not {endpoint!r}")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise RpcError(f"--workers: no rpc-server at {endpoint}: {error}; start it there") from None
 
 

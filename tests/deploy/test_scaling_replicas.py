@@ -274,13 +274,19 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/slow":
             answering.clear()
 
-def note(number, _):
-    with signals.open("a") as file:
-        print(signal.Signals(number).name, file=file)
-    stopping.set()
+def watch():
+    while True:
+        number = signal.sigwait(watched)
+        with signals.open("a") as file:
+            print(signal.Signals(number).name, file=file)
+        stopping.set()
 
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, note)
+# a handler that sets an event may interrupt the wait for it, whose lock it needs
+watched = (signal.SIGINT, signal.SIGTERM)
+for number in watched:
+    signal.signal(number, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+threading.Thread(target=watch, daemon=True).start()
 server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
 threading.Thread(target=server.serve_forever).start()
 stopping.wait()
@@ -368,11 +374,37 @@ def test_however_the_program_ends_nothing_is_left(number: signal.Signals, stub: 
     assert killed or not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("n", ["0", "-1"])
-def test_no_servers_are_an_error(
-    n: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@needs_nginx
+def test_a_killed_nginx_leaves_nothing_that_keeps_its_port(stub: Path, tmp_path: Path) -> None:
+    """Its workers do not end with it."""
+    port = free_port()
+    replicas = Replicas(tmp_path, port, 1, [])
+    try:
+        replicas.wait_ready()
+        until(lambda: listens(port), "nginx")
+        replicas.nginx.kill()
+        until(lambda: replicas.ended() is not None, "its end")
+        assert replicas.ended() == "nginx was killed by signal 9"
+        assert listens(port)
+    finally:
+        replicas.close()
+    until(lambda: not listens(port), "the end of its workers")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--replicas", "0"),
+        ("--replicas", "-1"),
+        ("--replicas", "9" * 20),
+        ("--port", "0"),
+        ("--port", "65536"),
+    ],
+)
+def test_numbers_out_of_range_are_named(
+    flag: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["replicas.py", "--replicas", n])
+    monkeypatch.setattr(sys, "argv", ["replicas.py", flag, value])
     with pytest.raises(SystemExit):
         replicas_module.main()
-    assert "--replicas: at least 1" in capsys.readouterr().err
+    assert f"{flag}: from 1 to" in capsys.readouterr().err

@@ -15,6 +15,11 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 TOOLKIT = REPOSITORY / "native" / "cuda_toolkit.py"
+sys.path.insert(0, str(TOOLKIT.parent))
+
+import cuda_toolkit  # noqa: E402
+from prepare import PrepareError  # noqa: E402
+
 OURS = sorted(
     path.name for path in (REPOSITORY / "native" / "cuda").iterdir() if path.suffix in (".cu", ".cpp")
 )
@@ -113,6 +118,34 @@ def test_toolkit_that_does_not_work_is_named(tmp_path: Path) -> None:
     line = last_line(run_toolkit("check", CUDACXX=str(broken)))
     assert "does not work: no cicc here" in line
     assert "CUDACXX" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"#!/bin/sh\nprintf '\\377\\376garbage' >&2\n", "garbage"),
+        (b'#!/bin/sh\necho "#$ TOP=$PWD" >&2\n[ $1 != --version ] || exit 3\n', "--version does not work"),
+        (b"#!/nonexistent/interpreter\n", "cannot be run (No such file or directory)"),
+        (b"no program at all\n", "cannot be run (Exec format error)"),
+    ],
+    ids=["garbage", "no version", "no interpreter", "no program"],
+)
+def test_nvcc_that_does_not_work_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    script = tmp_path / "nvcc"
+    script.write_bytes(content)
+    script.chmod(0o755)
+    line = last_line(run_toolkit("check", CUDACXX=str(script)))
+    assert words in line
+    assert "name another nvcc in CUDACXX" in line
+
+
+def test_nvcc_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "nvcc"
+    script.write_text("#!/bin/sh\nexec sleep 1000\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(cuda_toolkit, "NVCC_SECONDS", 0.2)
+    with pytest.raises(PrepareError, match=r"no answer within 0\.2 s"):
+        cuda_toolkit.root_of(script)
 
 
 def fake_nvcc(folder: Path, release: str) -> Path:
