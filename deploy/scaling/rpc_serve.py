@@ -53,12 +53,18 @@ def check_build(built: Path = BUILT) -> None:
 
 
 def check_worker(endpoint: str) -> None:
-    """llama.cpp ends the process where nobody listens."""
+    """llama.cpp ends the process where nobody listens. It cuts at the first colon, and takes a name's first
+    IPv4 address. Raises RpcError."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or int(port) > MAX_PORT:
         raise RpcError(f"--workers: write HOST:PORT, not {endpoint!r}")
+    if ":" in host:
+        raise RpcError(
+            f"--workers: {endpoint} is an IPv6 address, which llama.cpp's RPC cannot reach; write an IPv4 "
+            "address, or a name that has one"
+        )
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((socket.gethostbyname(host), int(port)), timeout=5).close()
     except (OSError, UnicodeError) as error:
         raise RpcError(f"--workers: no rpc-server at {endpoint}: {error}; start it there") from None
 

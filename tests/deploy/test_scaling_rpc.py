@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,30 @@ def test_without_a_worker_the_server_ends(rig: Rig) -> None:
 def test_an_endpoint_without_host_or_port_is_refused(endpoint: str) -> None:
     with pytest.raises(RpcError, match="write HOST:PORT"):
         check_worker(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["[::1]:8250", "::1:8250"])
+def test_an_ipv6_address_is_refused_and_what_works_is_named(endpoint: str) -> None:
+    with pytest.raises(RpcError, match=r"is an IPv6 address.*; write an IPv4 address, or a name"):
+        check_worker(endpoint)
+
+
+def test_a_name_is_looked_for_at_its_ipv4_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp would find nobody there, and end the process."""
+    asked: list[tuple[str, int]] = []
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(address)
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    check_worker("localhost:8250")
+    assert asked == [("127.0.0.1", 8250)]
+
+
+def test_a_host_that_is_no_name_is_an_error_of_one_line() -> None:
+    with pytest.raises(RpcError, match=r"no rpc-server at x\.\.y:8250: "):
+        check_worker("x..y:8250")
 
 
 def test_a_worker_that_is_not_there_is_named() -> None:
