@@ -6,6 +6,7 @@ import ctypes
 import signal
 import socket
 
+MAX_PORT = 65535
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 

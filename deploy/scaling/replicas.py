@@ -25,14 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from processes import end_with_parent, free_ports
+from processes import MAX_PORT, end_with_parent, free_ports
 
 CONFIG = Path(__file__).with_name("nginx.conf")
 S2MOE = Path(sys.executable).with_name("s2moe")
 START_SECONDS = 600
 """The first start builds the demo model."""
 MAX_SERVERS = 64
-MAX_PORT = 65535
 STOP_SECONDS = 45
 """More than a server's --shutdown-timeout and, with --prompt-cache-dir, the writing of conversations."""
 QUEUE_SIZE = 2

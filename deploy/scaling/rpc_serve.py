@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "native"))
 
 from prepare import PrepareError, source_stamp  # noqa: E402
+from processes import MAX_PORT  # noqa: E402
 
 FOLDER = ROOT / "build" / "native" / "rpc"
 BUILT = FOLDER / "built.txt"
@@ -34,7 +35,6 @@ DEFAULTS = {
     # else a second request cuts the first one's stream
     "--interrupt_requests": "false",
 }
-MAX_PORT = 65535
 
 
 class RpcError(Exception):

@@ -162,17 +162,18 @@ void test_promotes_under_pressure() {
     CHECK(stats.resident_bytes <= stats.capacity_bytes);
 }
 
+std::vector<s2moe_expert_id> experts_of_last_layer(const device_model & m) {
+    std::vector<s2moe_expert_id> ids = m.everything();
+    std::erase_if(ids, [&](const s2moe_expert_id & id) { return id.layer != m.n_moe_layer() - 1; });
+    return ids;
+}
+
 // Predictions for other layers take every slot that a prompt's layer needs: it waits for them instead of failing.
 void test_flights_give_way() {
     const auto expected = expected_transcript();
     const device_model m(0, 0);
     const auto tokens = m.tokens(60);
-    std::vector<s2moe_expert_id> last_layer;
-    for (const s2moe_expert_id & id : m.everything()) {
-        if (id.layer == m.n_moe_layer() - 1) {
-            last_layer.push_back(id);
-        }
-    }
+    const auto last_layer = experts_of_last_layer(m);
     const auto n_ids = static_cast<int32_t>(last_layer.size());
     m.clear();
     CHECK(s2moe_decode(m.ctx.get(), tokens.data(), 8, 0, true) == S2MOE_OK);
@@ -212,12 +213,7 @@ void test_a_failed_copy_leaves_room() {
     const auto expected = expected_transcript();
     const device_model m(0, 0, "host-failed-copy");
     const auto tokens = m.tokens(9);
-    std::vector<s2moe_expert_id> last_layer;
-    for (const s2moe_expert_id & id : m.everything()) {
-        if (id.layer == m.n_moe_layer() - 1) {
-            last_layer.push_back(id);
-        }
-    }
+    const auto last_layer = experts_of_last_layer(m);
     const auto n_ids = static_cast<int32_t>(last_layer.size());
     m.clear();
     CHECK(s2moe_decode(m.ctx.get(), tokens.data(), 8, 0, true) == S2MOE_OK);
